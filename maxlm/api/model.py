@@ -193,17 +193,19 @@ class Model:
     def loss(self, text: str) -> float:
         """Returns the mean cross-entropy of the tokens of a text, in nats per token.
 
-        A text may be longer than the context. The first token is predicted from the end of a document, as in training.
+        A text may be longer than the context. The first token is predicted from the beginning of text if the tokenizer
+        has such a token, and otherwise from the end of a document, as in training.
 
         Raises:
             InputError: the text has no tokens.
         """
-        ids = text_prompt(self.tokenizer, text)
+        (encoded,) = self.tokenizer.encode_batch([text])
+        ids = encoded.tolist()
         if not ids:
             raise InputError('the text is empty; provide at least one character')
         if self._scorer is None:
             self._scorer = LogprobScorer(self._model)
-        requests = windows(ids, self.tokenizer.end_of_document, self._scorer.max_length)
+        requests = windows(ids, self.tokenizer.context_free_prefix, self._scorer.max_length)
         return -sum(score.log_prob for score in self._scorer.score(requests)) / len(ids)
 
     def save_pretrained(

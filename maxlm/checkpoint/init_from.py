@@ -338,7 +338,7 @@ def _compare_vocabularies(
         )
     old = load_tokenizer(old_path)
     new = old if tokenizer is None else Tokenizer.load(tokenizer)
-    if why := '' if new.sha256 == old.sha256 else extension_error(new, old):
+    if why := '' if new.ids_sha256 == old.ids_sha256 else extension_error(new, old):
         other = (
             f'{tokenizer} is neither the tokenizer of the checkpoint, {old_path}, nor an extension of it ({why}); '
             f'prepare the data with --tokenizer {old_path}'

@@ -56,7 +56,7 @@ def _check(model: LoadedModel, corpus: TrainingData, options: argparse.Namespace
     source, vocab_size = corpus.sources[0], model.config.model.vocab_size
     if source.url or source.is_growing:
         raise InputError(f'--data={options.data}: not a complete local data set; copy it to a disk')
-    if Tokenizer.load(source.dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
+    if Tokenizer.load(source.dataset.tokenizer_path).ids_sha256 != model.tokenizer.ids_sha256:
         raise InputError(
             f'--data={options.data}: has another tokenizer than the teacher; prepare the data with --tokenizer '
             f'{model.tokenizer_path}'

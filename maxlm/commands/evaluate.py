@@ -192,7 +192,7 @@ def _check(corpus: TrainingData, model: LoadedModel) -> tuple[int, int]:
     """
     dataset = corpus.first
     # Do not compare bytes: an external file can be formatted differently and be equivalent.
-    if Tokenizer.load(dataset.tokenizer_path).sha256 != model.tokenizer.sha256:
+    if Tokenizer.load(dataset.tokenizer_path).ids_sha256 != model.tokenizer.ids_sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {model.tokenizer_path}'

@@ -45,7 +45,7 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     data = dataclasses.replace(data, path=path, sources=()) if path else data
     corpus = open_training_data(data, with_sources=False)
     dataset = corpus.first
-    if Tokenizer.load(dataset.tokenizer_path).sha256 != Tokenizer.load(workdir / TOKENIZER).sha256:
+    if Tokenizer.load(dataset.tokenizer_path).ids_sha256 != Tokenizer.load(workdir / TOKENIZER).ids_sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {workdir / TOKENIZER}, or skip the comparison with --no-eval'

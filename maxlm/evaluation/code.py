@@ -18,6 +18,7 @@ from maxlm.errors import InputError, os_message
 from maxlm.evaluation.lm_eval_model import Generator
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.inference.engine.requests import Request
+from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.rewards.scorer import RewardScorer, is_correct, pass_at_k
 from maxlm.storage.json_text import parse_lines
@@ -157,7 +158,7 @@ def solve(
 
 def _prompts(problems: Sequence[Problem], tokenizer: Tokenizer, chat: ChatEncoder | None) -> list[np.ndarray]:
     if chat is None:
-        return tokenizer.encode_batch([problem.prompt for problem in problems])
+        return [np.array(text_prompt(tokenizer, problem.prompt), np.uint32) for problem in problems]
     try:
         chat_prompts = [chat.encode_prompt([{'role': 'user', 'content': problem.chat_prompt}]) for problem in problems]
     except ChatError as error:

@@ -41,7 +41,7 @@ class CoreResults(NamedTuple):
 
 
 def evaluate_core(
-    tasks: Sequence[CoreTask], scorer: LogprobScorer, tokenizer: Tokenizer, prefix: int, *, show: bool = False
+    tasks: Sequence[CoreTask], scorer: LogprobScorer, tokenizer: Tokenizer, prefix: Sequence[int], *, show: bool = False
 ) -> CoreResults:
     """Scores all examples of a bundle.
 
@@ -49,7 +49,7 @@ def evaluate_core(
         tasks: tasks of the bundle.
         scorer: scorer of the model.
         tokenizer: tokenizer of the model.
-        prefix: id of the token before each prompt.
+        prefix: ids before each prompt.
         show: show a progress bar for each task.
 
     Raises:
@@ -79,7 +79,7 @@ def _core(centered: Sequence[Measure]) -> Measure:
 
 
 def _score(
-    task: CoreTask, scorer: LogprobScorer, tokenizer: Tokenizer, prefix: int, *, show: bool
+    task: CoreTask, scorer: LogprobScorer, tokenizer: Tokenizer, prefix: Sequence[int], *, show: bool
 ) -> list[dict[str, Any]]:
     """Returns a record per example: its line, its loss per token for each answer in nats, and if it is correct."""
     groups = [_requests(task, index, tokenizer, prefix) for index in range(len(task.examples))]
@@ -99,7 +99,7 @@ def _score(
     return records
 
 
-def _requests(task: CoreTask, index: int, tokenizer: Tokenizer, prefix: int) -> list[ScoringRequest]:
+def _requests(task: CoreTask, index: int, tokenizer: Tokenizer, prefix: Sequence[int]) -> list[ScoringRequest]:
     """Returns a request per answer of an example.
 
     The tokens that distinguish the answers are scored. They follow from the tokens and not from the text, because a
@@ -111,18 +111,18 @@ def _requests(task: CoreTask, index: int, tokenizer: Tokenizer, prefix: int) -> 
         f'{context}{continuation}'
         for context, (_, continuation) in zip(contexts, task.examples[index].candidates, strict=True)
     ]
-    encoded = [[prefix, *ids.tolist()] for ids in tokenizer.encode_batch(prompts)]
+    encoded = [[*prefix, *ids.tolist()] for ids in tokenizer.encode_batch(prompts)]
     if task.kind == SCHEMA:
         num = _num_common([tokens[::-1] for tokens in encoded])
         starts = [len(tokens) - num for tokens in encoded]
     elif task.kind == LANGUAGE_MODELING:
         # The space at the end of the context is often part of the first token of the continuation.
         (ids,) = tokenizer.encode_batch([contexts[0].rstrip()])
-        starts = [_num_common([[prefix, *ids.tolist()], *encoded])]
+        starts = [_num_common([[*prefix, *ids.tolist()], *encoded])]
     else:
         starts = [_num_common(encoded)] * len(encoded)
     # Both parts of a request have at least one token.
-    starts = [min(max(start, 1), len(tokens) - 1) for start, tokens in zip(starts, encoded, strict=True)]
+    starts = [min(max(start, len(prefix)), len(tokens) - 1) for start, tokens in zip(starts, encoded, strict=True)]
     return [ScoringRequest(tokens[:start], tokens[start:]) for tokens, start in zip(encoded, starts, strict=True)]
 
 

@@ -38,11 +38,10 @@ class LmEvalModel:
     def __init__(self, model: LoadedModel, scorer: LogprobScorer, engine: Generator | None, *, show: bool = False):
         """Initializes the model. Without `engine`, it cannot generate text."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
-        # An imported tokenizer may add a token before each text. Templates write special tokens as text.
+        # Templates write special tokens as text.
         self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
         self._tokenizer.encode_special_tokens = model.chat is None
-        prefix = self._tokenizer.encode('').ids
-        self._prefix = prefix[0] if prefix else model.tokenizer.end_of_document
+        self._beginning = list(model.tokenizer.beginning_of_document)
 
     @property
     def tokenizer_name(self) -> str:
@@ -57,7 +56,7 @@ class LmEvalModel:
     @property
     def prefix_token_id(self) -> int:
         """Id of the token before a text without context."""
-        return self._prefix
+        return self._model.tokenizer.context_free_prefix[-1]
 
     @property
     def max_length(self) -> int:
@@ -67,13 +66,14 @@ class LmEvalModel:
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
         """Returns the token ids of a text.
 
-        If `add_special_tokens` is None, adds the tokenizer's prefix token unless the text already starts with it.
+        If `add_special_tokens` is None, adds the beginning of text unless the text already starts with it.
         """
         del ignored
+        ids = self._tokenizer.encode(string, add_special_tokens=False).ids
         if add_special_tokens is None:
-            prefix_text = self._tokenizer.decode([self._prefix], skip_special_tokens=False)
-            add_special_tokens = not (prefix_text and string.startswith(prefix_text))
-        return self._tokenizer.encode(string, add_special_tokens=add_special_tokens).ids
+            written = ''.join(self._tokenizer.id_to_token(index) or '' for index in self._beginning)
+            add_special_tokens = not (written and string.startswith(written))
+        return [*self._beginning, *ids] if add_special_tokens else ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **ignored: Any
@@ -87,7 +87,11 @@ class LmEvalModel:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-probability of each text, of any length."""
         del disable_tqdm
-        texts = [windows(self.tok_encode(*request.args), self._prefix, self.max_length) for request in requests]
+        prefix = self._model.tokenizer.context_free_prefix
+        texts = [
+            windows(self.tok_encode(*request.args, add_special_tokens=False), prefix, self.max_length)
+            for request in requests
+        ]
         found = iter(self._scorer.score(list(itertools.chain.from_iterable(texts)), show=self._show))
         return [sum(score.log_prob for score in itertools.islice(found, len(spans))) for spans in texts]
 
@@ -122,7 +126,7 @@ class LmEvalModel:
         do_sample = settings.get('do_sample', float(settings.get('temperature') or 0) > 0)
         options = {name: settings[name] for name in SAMPLING_NAMES if settings.get(name) is not None}
         # The model needs at least one token of context.
-        ids = (self.tok_encode(prompt) or [self._prefix])[-max_prompt:]
+        ids = (self.tok_encode(prompt) or [self.prefix_token_id])[-max_prompt:]
         return Request(
             tuple(ids),
             max_tokens,

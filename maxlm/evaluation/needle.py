@@ -131,7 +131,8 @@ def _trial(
     texts = [FACT.format(place=place, number=numbers[0]), QUESTION.format(place=place)]
     answers = [ANSWER.format(number=number) for number in numbers]
     fact, question, *continuations = (ids.tolist() for ids in tokenizer.encode_batch_inside([*texts, *answers]))
-    available = length - len(fact) - len(question) - max(map(len, continuations))
+    beginning = tokenizer.beginning_of_document
+    available = length - len(beginning) - len(fact) - len(question) - max(map(len, continuations))
     if available < 0:
         raise InputError(
             f'--needle-lengths: {length} tokens are too few for fact and question; use at least {length - available}'
@@ -142,7 +143,7 @@ def _trial(
         haystack.append(rng.choice(fitting))
     # Insert the fact between sentences.
     split = round(depth * len(haystack))
-    context = list(itertools.chain(*haystack[:split], fact, *haystack[split:], question))
+    context = list(itertools.chain(beginning, *haystack[:split], fact, *haystack[split:], question))
     for continuation in continuations:
         yield ScoringRequest(context, continuation)
 

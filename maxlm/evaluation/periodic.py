@@ -49,7 +49,7 @@ class Tasks:
         found: list[Measure] = []
         try:
             if self._core:
-                prefix = self._lm_eval_model.prefix_token_id
+                prefix = self._tokenizer.context_free_prefix
                 found += evaluate_core(self._core, self._scorer, self._tokenizer, prefix).measures
             if self._benchmarks is not None:
                 found += measures(self._benchmarks.run(self._lm_eval_model))

@@ -145,7 +145,7 @@ class EvalRun:
         all_measures: list[Measure] = []
         records: dict[str, list[dict[str, Any]]] = {}
         if self._core:
-            core = evaluate_core(self._core, scorer, model.tokenizer, lm_eval_model.prefix_token_id, show=show)
+            core = evaluate_core(self._core, scorer, model.tokenizer, model.tokenizer.context_free_prefix, show=show)
             all_measures += core.measures
             records |= core.records
         results = None

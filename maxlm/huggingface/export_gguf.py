@@ -183,12 +183,18 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
         writer.add_token_scores(vocab.scores)
         writer.add_add_space_prefix(vocab.add_space)
         writer.add_unk_token_id(vocab.unknown_id)
-    writer.add_add_bos_token(vocab.add_bos)
+    beginning = () if text.boundaries is None else text.boundaries.beginning
+    if len(beginning) > 1:
+        raise InputError(
+            f'{source}: texts begin with {len(beginning)} tokens, but GGUF supports only one; export the model for '
+            'Transformers instead'
+        )
+    writer.add_add_bos_token(bool(beginning))
     eos_ids = text.ids['eos_token_id']
     eos_ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
     # The format cannot represent a token that does not exist.
     eos_ids = [eos_id for eos_id in eos_ids if eos_id >= 0]
-    bos_id = text.ids['bos_token_id']
+    bos_id = beginning[0] if beginning else text.ids['bos_token_id']
     if bos_id is not None and bos_id >= 0:
         writer.add_bos_token_id(bos_id)
     for add, eos_id in zip((writer.add_eos_token_id, writer.add_eot_token_id), eos_ids, strict=False):

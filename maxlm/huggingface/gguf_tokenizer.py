@@ -61,7 +61,6 @@ class Vocabulary(NamedTuple):
         tokens: tokens by id.
         types: token types by id.
         merges: merges in order of priority; empty with scores.
-        add_bos: whether texts start with the BOS token.
         scores: scores by id; empty with merges.
         add_space: whether texts start with a space.
         unknown_id: id of the token for unknown text; None with merges.
@@ -72,7 +71,6 @@ class Vocabulary(NamedTuple):
     tokens: list[str]
     types: list[int]
     merges: list[str]
-    add_bos: bool
     scores: list[float]
     add_space: bool
     unknown_id: int | None
@@ -108,8 +106,7 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     tokens, types = _tokens(tokenizer, vocab_size)
     # The format has no empty lists, so add a merge that never applies, because no word contains its parts.
     merges = merges or [f'{tokens[-1]} {tokens[-1]}']
-    add_bos = _adds_bos(tokenizer.get('post_processor'))
-    return Vocabulary('gpt2', split, tokens, types, merges, add_bos, scores=[], add_space=False, unknown_id=None)
+    return Vocabulary('gpt2', split, tokens, types, merges, scores=[], add_space=False, unknown_id=None)
 
 
 def _tokens(tokenizer: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
@@ -146,8 +143,7 @@ def _sentencepiece(tokenizer: Mapping[str, Any], vocab_size: int, source: str) -
     for rank, (left, right) in enumerate(merges):
         ranks.setdefault(left + right, rank)
     scores = [-float(ranks.get(token, len(merges))) for token in tokens]
-    add_bos = _adds_bos(tokenizer.get('post_processor'))
-    return Vocabulary('llama', 'default', tokens, types, [], add_bos, scores, add_space, ids[-1])
+    return Vocabulary('llama', 'default', tokens, types, [], scores, add_space, ids[-1])
 
 
 def _are_of_scores(merges: list[tuple[str, ...]], tokenizer: Mapping[str, Any]) -> bool:
@@ -201,12 +197,3 @@ def _pattern(step: Mapping[str, Any]) -> str:
 def _keeps_text(normalizer: Mapping[str, Any] | None) -> bool:
     # llama.cpp omits the NFC normalization of Qwen's tokenizer; most text is already normalized.
     return normalizer is None or normalizer['type'] == 'NFC' or normalizer.get('normalizers') == []
-
-
-def _adds_bos(processor: Mapping[str, Any] | None) -> bool:
-    """Returns True if a post-processor prepends a special token."""
-    if processor is None:
-        return False
-    if processor['type'] == 'Sequence':
-        return any(_adds_bos(step) for step in processor['processors'])
-    return processor['type'] == 'TemplateProcessing' and 'SpecialToken' in processor['single'][0]

@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
-from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix
+from maxlm.data.tokenizer.tokenizer import Tokenizer, only_map
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
-from maxlm.workdir.files import CHAT_TEMPLATE, EXPORT_FILES, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
+from maxlm.workdir.files import (
+    CHAT_TEMPLATE,
+    EXPORT_FILES,
+    GENERATION,
+    SPECIAL_TOKENS,
+    TEXT_BOUNDARIES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+)
 
 # Files from which Transformers can create a tokenizer.json.
 _SOURCES = ('tokenizer.model', 'vocab.json')
 
 
 class TextFiles(NamedTuple):
-    """File name → content, and the ids of the BOS, EOS and padding tokens for config.json."""
+    """Files of an export.
+
+    Attributes:
+        files: content by file name.
+        ids: ids of the BOS, EOS and padding tokens for config.json.
+        boundaries: tokens at the beginning and the end of a text; None = there is no usable tokenizer.
+    """
 
     files: dict[str, bytes]
     ids: dict[str, Any]
+    boundaries: TextBoundaries | None
 
 
 def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
@@ -37,12 +55,16 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     """
     files = _copied_files(workdir)
     ids: dict[str, Any] = dict.fromkeys(('bos_token_id', 'eos_token_id', 'pad_token_id'))
+    tokenizer = None
     if (workdir / TOKENIZER).is_file():
-        files[TOKENIZER] = (workdir / TOKENIZER).read_bytes()
         library = _read_tokenizer(workdir / TOKENIZER)
+        # A tokenizer without an end-of-document token is exported too.
+        with contextlib.suppress(InputError):
+            tokenizer = Tokenizer.load(workdir / TOKENIZER)
         made_here = TOKENIZER_CONFIG not in files
         if made_here:
-            files |= _make_tokenizer_files(library, model, has_chat=CHAT_TEMPLATE in files)
+            files |= _make_tokenizer_files(library, tokenizer, model, has_chat=CHAT_TEMPLATE in files)
+        files[TOKENIZER] = library.to_str(pretty=True).encode()
         ids |= _special_ids(parse_json(files[TOKENIZER_CONFIG]), library)
         if made_here:
             # The model has no padding token. With EOS as the padding token, Transformers would not train its embedding
@@ -52,11 +74,13 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     made = {**ids, 'pad_token_id': ids['eos_token_id'] if ids['pad_token_id'] is None else ids['pad_token_id']}
     generation = parse_json(files[GENERATION]) if GENERATION in files else made
     ids |= {name: generation[name] for name in ids if GENERATION in files and generation.get(name) is not None}
-    ends = _with_end_of_turn(ids['eos_token_id'], workdir)
+    # A generation config of the author is complete except for the end of turn of another template.
+    stops = tokenizer.boundaries.stops if tokenizer and GENERATION not in files else ()
+    ends = _with_stops(ids['eos_token_id'], stops, workdir)
     if GENERATION not in files or ends != ids['eos_token_id']:
         files[GENERATION] = _json({**generation, 'eos_token_id': ends})
     ids['eos_token_id'] = ends
-    return TextFiles(files, ids)
+    return TextFiles(files, ids, tokenizer and tokenizer.boundaries)
 
 
 def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
@@ -77,6 +101,8 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
         # Serialized as by maxlm.prepare, so that data prepared with this tokenizer is recognized.
         tokenizer = Tokenizer.load(path)
         files[TOKENIZER] = tokenizer.to_json().encode()
+        # config.json is not copied, and it can name ends of text.
+        files[TEXT_BOUNDARIES] = tokenizer.boundaries.to_json().encode()
     except InputError as error:
         files[TOKENIZER] = path.read_bytes()
         return files, f'{error}; generate and evaluate need a tokenizer that maxlm can read'
@@ -89,17 +115,14 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
     return files, ''
 
 
-def _with_end_of_turn(ends: Any, workdir: Path) -> Any:
-    """Returns the EOS id or ids, with the end-of-turn id added if the workdir has a chat template."""
-    if not (workdir / CHAT_TEMPLATE).is_file():
-        return ends
-    try:
-        end_of_turn = ChatEncoder.load(workdir).end_of_turn
-    except InputError:
-        # The template is unusable in maxlm, and its effect in other programs is unknown.
-        return ends
+def _with_stops(ends: Any, stops: Sequence[int], workdir: Path) -> Any:
+    """Returns the EOS id or ids, with `stops` and the end of turn of the chat template added."""
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return ends if end_of_turn in listed else [*listed, end_of_turn]
+    # A template that is unusable in maxlm has an unknown effect in other programs.
+    with contextlib.suppress(InputError):
+        if (workdir / CHAT_TEMPLATE).is_file():
+            stops = [*stops, ChatEncoder.load(workdir).end_of_turn]
+    return ends if all(stop in listed for stop in stops) else list(dict.fromkeys([*listed, *stops]))
 
 
 def _copied_files(directory: Path) -> dict[str, bytes]:
@@ -116,19 +139,30 @@ def _copied_files(directory: Path) -> dict[str, bytes]:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
+        library = tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
+        only_map(library)
+        return library
     except Exception as error:  # the library raises bare Exception
         raise InputError(f'{path}: not a valid tokenizer.json ({error}); download it again') from error
 
 
-def _make_tokenizer_files(tokenizer: tokenizers.Tokenizer, model: ModelConfig, *, has_chat: bool) -> dict[str, bytes]:
+def _make_tokenizer_files(
+    library: tokenizers.Tokenizer, tokenizer: Tokenizer | None, model: ModelConfig, *, has_chat: bool
+) -> dict[str, bytes]:
+    """Returns the files of Transformers for a tokenizer. Changes its post-processor to add the beginning of text."""
     tokens: dict[str, Any] = {}
-    # A tokenizer without an end-of-document token is exported too.
-    with contextlib.suppress(InputError):
-        end = tokenizer.id_to_token(Tokenizer(tokenizer).end_of_document)
+    if tokenizer is not None:
+        end = library.id_to_token(tokenizer.end_of_document)
+        beginning = [library.id_to_token(index) for index in tokenizer.beginning_of_document]
         # Transformers cannot pad a batch without a padding token.
-        tokens |= {'bos_token': end, 'eos_token': end, 'pad_token': end}
-    unknown = parse_json(tokenizer.to_str())['model'].get('unk_token')
+        tokens |= {'bos_token': beginning[-1] if beginning else end, 'eos_token': end, 'pad_token': end}
+        if added_prefix(library) != tokenizer.beginning_of_document:
+            library.post_processor = TemplateProcessing(
+                single=[*beginning, '$A'],
+                pair=[*beginning, '$A', *beginning, '$B'],
+                special_tokens=list(zip(beginning, tokenizer.beginning_of_document, strict=True)),
+            )
+    unknown = parse_json(library.to_str())['model'].get('unk_token')
     if unknown is not None:
         tokens['unk_token'] = unknown
     config = {

@@ -47,8 +47,9 @@ class LoadedModel(NamedTuple):
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: end of document and, for a chat model, end of turn."""
-        return (self.tokenizer.end_of_document, *(() if self.chat is None else (self.chat.end_of_turn,)))
+        """Ids that end a generation: ends of text and, for a chat model, end of turn."""
+        turn = () if self.chat is None else (self.chat.end_of_turn,)
+        return tuple(dict.fromkeys((*self.tokenizer.boundaries.stops, *turn)))
 
     def without_params(self) -> LoadedModel:
         """Returns the model without parameters, for callers whose engine holds a converted copy."""

@@ -12,14 +12,14 @@ from maxlm.inference.load import LoadedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 
-def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the token ids of a text to continue."""
+def text_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Returns the token ids of a text to continue, by default after the beginning of text."""
     (ids,) = tokenizer.encode_batch([text])
-    return ids.tolist()
+    return [*(tokenizer.beginning_of_document if add_special_tokens else ()), *ids.tolist()]
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
-    """Returns the token ids of a fill-in-the-middle prompt: prefix, suffix, middle.
+    """Returns the token ids of a fill-in-the-middle prompt: beginning of text, prefix, suffix, middle.
 
     This is the order in which `maxlm.data.tokenizer.fim` trains the model.
 
@@ -32,7 +32,8 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
         )
     (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
-    return [prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
+    beginning = tokenizer.beginning_of_document
+    return [*beginning, prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
 
 
 def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:

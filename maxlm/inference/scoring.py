@@ -259,17 +259,18 @@ def scored_indices(length: int, num: int) -> range:
     return range(length - num, length)
 
 
-def windows(tokens: Sequence[int], prefix: int, max_length: int) -> list[ScoringRequest]:
+def windows(tokens: Sequence[int], prefix: Sequence[int], max_length: int) -> list[ScoringRequest]:
     """Splits a text of any length into requests that score each token once, with as much context as fits.
 
-    The context of the first window is `prefix`. The last window extends backward to the full length. lm-eval splits
-    texts in the same way for perplexity, with `context_len=1`.
+    The context of the first window is `prefix`, which is not scored. The last window extends backward to the full
+    length. lm-eval splits texts in the same way for perplexity, with `context_len=1`.
     """
-    first = min(max_length, len(tokens))
-    requests = [ScoringRequest([prefix], tokens[:first])] if first else []
+    # The last token of a window is not an input.
+    first = min(max_length - len(prefix) + 1, len(tokens))
+    requests = [ScoringRequest(prefix, tokens[:first])] if first else []
     for start in range(first, len(tokens), max_length):
         stop = min(start + max_length, len(tokens))
-        requests.append(ScoringRequest(tokens[stop - max_length - 1 : start], tokens[start:stop]))
+        requests.append(ScoringRequest(tokens[max(0, stop - max_length - 1) : start], tokens[start:stop]))
     return requests
 
 

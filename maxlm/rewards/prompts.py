@@ -161,7 +161,7 @@ def _encode(
             (ids,) = encoder.encode_batch([text])
             if not len(ids):
                 raise ValueError('the prompt has no tokens; it must contain text')
-            return ids
+            return np.concatenate([np.array(encoder.beginning_of_document, ids.dtype), ids])
         messages = [{'role': 'user', 'content': text}]
     else:
         messages = parse_messages(entry, key)

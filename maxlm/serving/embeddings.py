@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Request
+from maxlm.inference.prompts import text_prompt
 from maxlm.serving.encoding import timeout_error
 from maxlm.serving.request_parsing import ServedModel, check_size
 from maxlm.serving.schema.base import parse_prompts
@@ -44,7 +45,7 @@ def parse_embedding_request(api_request: EmbeddingRequest, served: ServedModel) 
         if isinstance(text, str):
             check_size(text, served, 'input')
     try:
-        ids = [tokenizer.encode_batch([text])[0].tolist() if isinstance(text, str) else text for text in inputs]
+        ids = [text_prompt(tokenizer, text) if isinstance(text, str) else text for text in inputs]
         for index, tokens in enumerate(ids):
             if not 0 < len(tokens) <= context:
                 raise ApiError(

@@ -13,7 +13,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
-from maxlm.inference.prompts import infill_prompt
+from maxlm.inference.prompts import infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.tool_calls import BEGIN
 from maxlm.serving.engine_thread import EngineLike
@@ -95,7 +95,7 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
         if isinstance(prompt, str):
             check_size(prompt + (api_request.suffix or ''), served, 'prompt')
     try:
-        ids = [_encode_prompt(prompt, api_request.suffix, tokenizer) for prompt in prompts]
+        ids = [_encode_prompt(prompt, api_request, tokenizer) for prompt in prompts]
     except InputError as error:
         raise ApiError(400, str(error), param='prompt' if api_request.suffix is None else 'suffix') from error
     echoes = ['' for _ in ids]
@@ -211,13 +211,13 @@ def check_size(text: str, served: ServedModel, param: str) -> None:
         )
 
 
-def _encode_prompt(prompt: str | list[int], suffix: str | None, tokenizer: Tokenizer) -> list[int]:
-    if suffix is not None:
+def _encode_prompt(prompt: str | list[int], api_request: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+    if api_request.suffix is not None:
         if not isinstance(prompt, str):
             raise InputError('suffix: the prompt must be a string')
-        return infill_prompt(tokenizer, prompt, suffix)
+        return infill_prompt(tokenizer, prompt, api_request.suffix)
     if isinstance(prompt, str):
-        return tokenizer.encode_batch([prompt])[0].tolist()
+        return text_prompt(tokenizer, prompt, add_special_tokens=api_request.add_special_tokens is not False)
     return prompt
 
 

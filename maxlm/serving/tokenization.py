@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maxlm.errors import InputError
+from maxlm.inference.prompts import text_prompt
 from maxlm.serving.request_parsing import ServedModel, conversation_ids
 from maxlm.serving.responses import TokenDecoder
 from maxlm.serving.schema.errors import ApiError
@@ -21,7 +22,9 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ids = conversation_ids(request.messages, served)
     else:
         try:
-            ids = served.tokenizer.encode_batch([request.prompt or ''])[0].tolist()
+            ids = text_prompt(
+                served.tokenizer, request.prompt or '', add_special_tokens=request.add_special_tokens is not False
+            )
         except InputError as error:
             raise ApiError(400, f'prompt: {error}', param='prompt') from error
     texts = [token_decoder.decode(i).text for i in ids] if request.return_token_strs else None

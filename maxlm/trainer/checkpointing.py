@@ -192,7 +192,7 @@ def check_teacher(config: Config, abstract: TrainState, *, tokenizer: Path) -> N
         return
     step = find_step(config.distill.teacher, key=TEACHER)
     path = teacher_workdir(config.distill.teacher) / TOKENIZER
-    if path.is_file() and load_tokenizer(path).sha256 != Tokenizer.load(tokenizer).sha256:
+    if path.is_file() and load_tokenizer(path).ids_sha256 != Tokenizer.load(tokenizer).ids_sha256:
         raise InputError(
             f'{TEACHER}={config.distill.teacher}: the teacher has another tokenizer, {path}, than the data, '
             f'{tokenizer}; prepare the data with --tokenizer {path}'
@@ -366,7 +366,7 @@ def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_d
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:
     """Checks that the data set has the tokenizer of the imported model, if the import contains one."""
     path = step.parent.parent / TOKENIZER
-    if path.is_file() and load_tokenizer(path).sha256 != Tokenizer.load(tokenizer).sha256:
+    if path.is_file() and load_tokenizer(path).ids_sha256 != Tokenizer.load(tokenizer).ids_sha256:
         # Continuing would overwrite the model's tokenizer with the tokenizer of the data set.
         raise InputError(
             f'{tokenizer} is not the tokenizer of the initial model, {path}; prepare the data with --tokenizer {path}. '

@@ -367,7 +367,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
     encoder = load_encoder(origin)
     tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
-    ends = {tokenizer.end_of_document, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
+    ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
     grpo = config.grpo
     eval_reward = grpo.eval_reward or grpo.reward
     functions = open_functions(grpo, stack)

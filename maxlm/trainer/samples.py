@@ -25,6 +25,7 @@ from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.windows import Sequences
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import sample, sampling_keys
 from maxlm.model.attention.ring import zigzag
 from maxlm.model.blocks import BLOCKS
@@ -76,10 +77,10 @@ class Samples:
         """
         self._config, self._corpus, self._layout = config, corpus, layout
         self._tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
-        self._ends = {self._tokenizer.end_of_document}
+        self._ends = {corpus.first.end_of_document, *self._tokenizer.boundaries.stops}
         if corpus.first.tokenizer_path.with_name(CHAT_TEMPLATE).is_file():
             self._ends.add(ChatEncoder.load(corpus.first.tokenizer_path.parent).end_of_turn)
-        self._prompts = [ids.tolist() for ids in self._tokenizer.encode_batch(config.eval.sample_prompts)]
+        self._prompts = [text_prompt(self._tokenizer, text) for text in config.eval.sample_prompts]
         context = config.model.max_positions
         for prompt, text in zip(self._prompts, config.eval.sample_prompts, strict=True):
             if len(prompt) >= context:

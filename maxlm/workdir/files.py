@@ -21,8 +21,12 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_text
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
+# Exists with the tokenizers of other models.
+TEXT_BOUNDARIES = 'text_boundaries.json'
 # Exists in runs on conversations.
 CHAT_TEMPLATE = 'chat_template.jinja'
+# Files that determine how the model reads and ends text.
+TEXT_FILES = (TOKENIZER, TEXT_BOUNDARIES, CHAT_TEMPLATE)
 METRICS_FILE = 'metrics.jsonl'
 SAMPLES_FILE = 'samples.jsonl'
 EXPERT_LOADS_FILE = 'expert_loads.jsonl'
@@ -85,12 +89,13 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 
 
 def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
-    """Writes the resolved config, the tokenizer and its chat template into the workdir of a new run."""
+    """Writes the resolved config, the tokenizer, its boundaries and its chat template into the workdir of a new run."""
     try:
         replace_file(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
-        if (template := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
-            shutil.copyfile(template, workdir / CHAT_TEMPLATE)
+        for name in (TEXT_BOUNDARIES, CHAT_TEMPLATE):
+            if (path := tokenizer.with_name(name)).is_file():
+                shutil.copyfile(path, workdir / name)
     except OSError as error:
         raise _workdir_error(workdir, error) from error
 
@@ -103,7 +108,7 @@ def read_config(workdir: Path) -> Config:
             workdir.
     """
     path = workdir / CONFIG
-    check_entries(workdir, (CONFIG, TOKENIZER, CHAT_TEMPLATE))
+    check_entries(workdir, (CONFIG, *TEXT_FILES))
     try:
         is_remote = is_url(str(path))
         return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))

@@ -78,13 +78,6 @@ def test_unsupported_splits(facts, changed):
         found(facts, **settings)
 
 
-def test_tokens_that_start_a_text(facts):
-    template = {'type': 'TemplateProcessing', 'single': [BEGIN, TEXT]}
-    assert found(facts, post_processor={'type': 'Sequence', 'processors': [{'type': 'ByteLevel'}, template]}).add_bos
-    assert not found(facts, post_processor={**template, 'single': [TEXT]}).add_bos
-    assert not found(facts).add_bos
-
-
 def test_kinds_of_tokens(facts):
     added = {**facts['added_tokens'][0], 'id': 260, 'content': '<tool>', 'special': False}
     vocabulary_of = found(facts, added_tokens=[*facts['added_tokens'], added])
@@ -100,7 +93,7 @@ def sentencepiece(**changed):
 
 def test_scores_follow_the_merges():
     found = sentencepiece()
-    assert (found.model, found.add_bos, found.unknown_id, found.merges) == ('llama', True, 0, [])
+    assert (found.model, found.unknown_id, found.merges) == ('llama', 0, [])
     assert [found.types[index] for index in (0, 1, 2, 3, 258, 259, -1)] == [2, 3, 3, 6, 6, 1, 5]
     scores = dict(zip(found.tokens, found.scores, strict=True))
     assert sorted(PIECES, key=lambda piece: -scores[piece]) == list(PIECES)

@@ -144,7 +144,7 @@ def model_directory(tmp_path):
 
 def test_files_of_an_import(model_directory):
     files, remark = files_for_import(model_directory)
-    assert set(files) == {*EXPORT_FILES, 'tokenizer.json'}
+    assert set(files) == {*EXPORT_FILES, 'tokenizer.json', 'text_boundaries.json'}
     assert remark == ''
     # The tokenizer is stored in the format of maxlm.prepare, whatever the format of the file.
     path = model_directory / 'tokenizer.json'

@@ -139,9 +139,12 @@ class ChatEncoder:
         except ChatError as error:
             return error
         prompt, learned = document.text[: document.learned_from], document.text[document.learned_from :]
+        # Token files have the tokens that their author wrote.
+        beginning = self.tokenizer.beginning_of_document if document.tokens is None else ()
+        pieces = [_Piece('', -1, index, False, False) for index in beginning]
         if not prompt:
-            return [[_Piece(learned, _FIRST, -1, True, False)]]
-        return [[_Piece(prompt, _FIRST, -1, False, False), _Piece(learned, _INSIDE, -1, True, False)]]
+            return [[*pieces, _Piece(learned, _FIRST, -1, True, False)]]
+        return [[*pieces, _Piece(prompt, _FIRST, -1, False, False), _Piece(learned, _INSIDE, -1, True, False)]]
 
     def _joined(
         self, document: Document, parts: Sequence[tuple[Sequence[_Piece], Sequence[np.ndarray]]]

@@ -10,14 +10,12 @@ from typing import Any
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, VARIABLES, ChatTemplate, load_template, set_variables
+from maxlm.data.tokenizer.hub import download_tokenizer
+from maxlm.data.tokenizer.model_files import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_json_object, token_text
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError, os_message
-from maxlm.storage.json_text import parse_json
-from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
+from maxlm.errors import InputError
 
 DEFAULT_TEMPLATE = 'chatml'
-# Transformers' configuration file in the directory of `tokenizer.json`. It may contain special tokens and a template.
-TOKENIZER_CONFIG = 'tokenizer_config.json'
 # Candidates for the beginning-of-text token if the configuration does not name one.
 BEGINNINGS = ('<|begin_of_text|>', '<s>', '<bos>', '<|bos|>')
 
@@ -32,6 +30,7 @@ class ChatRecipe:
         special_tokens: special tokens to add to the tokenizer if they are missing.
         variables: names and values of the template's variables from the tokenizer's configuration.
         window: tokens per packed sequence; 0 = no packing.
+        has_config: True if the tokenizer has a TOKENIZER_CONFIG, which names its special tokens.
     """
 
     name: str
@@ -39,6 +38,7 @@ class ChatRecipe:
     special_tokens: tuple[str, ...]
     variables: tuple[tuple[str, str], ...]
     window: int
+    has_config: bool = False
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -64,13 +64,17 @@ class ChatRecipe:
     def template_for(self, tokenizer: Tokenizer) -> str:
         """Returns the source of the template with its variables set.
 
-        Variables without a known value get the end-of-document token, but `bos_token` gets a token of BEGINNINGS if the
+        If the tokenizer has a configuration, variables that it does not name are empty, as in Transformers. Otherwise
+        they are the end-of-document token, but `bos_token` is the beginning of text or a token of BEGINNINGS if the
         tokenizer has one.
         """
         special = {token.content for token in tokenizer.special_tokens.values()}
         end = tokenizer.special_tokens[tokenizer.end_of_document].content
-        values = dict.fromkeys(VARIABLES, end)
-        values['bos_token'] = next((name for name in BEGINNINGS if name in special), end)
+        values = dict.fromkeys(VARIABLES, '' if self.has_config else end)
+        values['eos_token'] = end
+        beginning = ''.join(tokenizer.special_tokens[index].content for index in tokenizer.beginning_of_document)
+        if beginning or not self.has_config:
+            values['bos_token'] = beginning or next((name for name in BEGINNINGS if name in special), end)
         values |= dict(self.variables)
         return set_variables(self.source, {name: values[name] for name in self._template.variables})
 
@@ -84,16 +88,17 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
 
     Args:
         given: name in TEMPLATES, or a file; '' = the template in the tokenizer's directory, or DEFAULT_TEMPLATE.
-        tokenizer: spec of the tokenizer. If it is a file, its directory is searched for a template.
+        tokenizer: spec of the tokenizer. The directory of a file, or the model on the hub, is searched for a template.
         special_tokens: special tokens in addition to those in the template.
         window: see `ChatRecipe`.
 
     Raises:
         InputError: the template does not exist, or a file is damaged.
     """
-    # Other specs have no directory.
-    directory = Path(tokenizer).parent if Path(tokenizer).is_file() else None
-    config = _read_config(directory / TOKENIZER_CONFIG) if directory else {}
+    # Tokenizers that are made here have no directory.
+    path = download_tokenizer(tokenizer.removeprefix('hf:')) if tokenizer.startswith('hf:') else Path(tokenizer)
+    directory = path.parent if path.is_file() else None
+    config = read_json_object(directory / TOKENIZER_CONFIG) if directory else {}
     template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
     kept = _template_in(config)
     if given or not directory or not (kept or template_file.is_file()):
@@ -104,24 +109,11 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     else:
         name = str(directory / TOKENIZER_CONFIG)
         template = ChatTemplate(kept, name=name)
-    named = {name: _content(config.get(name)) for name in template.variables}
+    older = read_json_object(directory / SPECIAL_TOKENS_MAP) if directory else {}
+    named = {name: token_text(config.get(name)) or token_text(older.get(name)) for name in template.variables}
     variables = tuple((name, value) for name, value in named.items() if value)
     tokens = dict.fromkeys([*template.tokens, *special_tokens, *(value for _, value in variables)])
-    return ChatRecipe(name, template.source, tuple(tokens), variables, window)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; check the file') from error
-    except ValueError as error:
-        raise InputError(f'{path} is not JSON ({error}); fix or replace the file') from error
-    if not isinstance(config, dict):
-        raise InputError(f'{path} is not a JSON object; fix or replace the file')
-    return config
+    return ChatRecipe(name, template.source, tuple(tokens), variables, window, has_config=bool(config))
 
 
 def _template_in(config: dict[str, Any]) -> str:
@@ -133,9 +125,3 @@ def _template_in(config: dict[str, Any]) -> str:
     if isinstance(kept, list):
         kept = {entry.get('name'): entry.get('template') for entry in kept if isinstance(entry, dict)}.get('default')
     return kept if isinstance(kept, str) else ''
-
-
-def _content(token: Any) -> str:
-    """Returns the text of a token, which older versions store as an object; '' if there is none."""
-    token = token.get('content') if isinstance(token, dict) else token
-    return token if isinstance(token, str) else ''

@@ -24,6 +24,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import parse_json
@@ -37,6 +38,8 @@ STREAM, STREAM_INPUTS = 'stream', 'stream_inputs'
 UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_sha256': '', 'chat': {}}
 # Fields that only the manifest of a data set with preferences contains, with their defaults.
 NO_PREFERENCES: dict[str, Any] = {'preferences': False}
+# Fields that only the manifest of a data set with the tokenizer of another model contains, with their defaults.
+OWN_TOKENIZER: dict[str, Any] = {'beginning_of_document': (), 'text_boundaries_sha256': ''}
 # Records are read one at a time in random order, so grouping does not help. Fast compression hardly shrinks token ids.
 WRITER_OPTIONS = 'group_size:1,uncompressed'
 # Bounds of the integers in the manifest. Two of the 32 bits of a token are reserved for flags: see `token_flags`.
@@ -127,6 +130,8 @@ class DatasetManifest:
         chat: fields of `ChatCounts` or `PairCounts` for each split.
         preferences: True if each two documents of a sequence are the chosen and the rejected answer to one prompt, in
                         this order. A missing answer has one token. The last document of a sequence may be padding.
+        beginning_of_document: ids at the beginning of each text document; empty for most tokenizers.
+        text_boundaries_sha256: checksum of TEXT_BOUNDARIES_FILE; '' = the names of the tokens determine the boundaries.
     """
 
     path: Path
@@ -146,6 +151,8 @@ class DatasetManifest:
     chat_template_sha256: str = ''
     chat: dict[str, Any] = dataclasses.field(default_factory=dict)
     preferences: bool = False
+    beginning_of_document: tuple[int, ...] = ()
+    text_boundaries_sha256: str = ''
 
     @property
     def tokenizer_path(self) -> Path:
@@ -163,9 +170,15 @@ class DatasetManifest:
 
     @property
     def tokenizer_checksums(self) -> dict[str, str]:
-        """Checksums of the files in addition to the shards: the tokenizer and, if there is one, the chat template."""
-        template = {CHAT_TEMPLATE_FILE: self.chat_template_sha256} if self.chat_template_sha256 else {}
-        return {self.tokenizer_file: self.tokenizer_sha256, **template}
+        """Checksums of the files in addition to the shards: the tokenizer, and its boundaries and chat template."""
+        optional = {
+            TEXT_BOUNDARIES_FILE: self.text_boundaries_sha256,
+            CHAT_TEMPLATE_FILE: self.chat_template_sha256,
+        }
+        return {
+            self.tokenizer_file: self.tokenizer_sha256,
+            **{name: checksum for name, checksum in optional.items() if checksum},
+        }
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -238,7 +251,11 @@ def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
     """Writes the manifest atomically. `dataset.json` completes the data set."""
     facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
     del facts['path']
-    for field in (*(() if dataset.masked else UNMASKED), *(() if dataset.preferences else NO_PREFERENCES)):
+    for field in (
+        *(() if dataset.masked else UNMASKED),
+        *(() if dataset.preferences else NO_PREFERENCES),
+        *(() if dataset.text_boundaries_sha256 else OWN_TOKENIZER),
+    ):
         del facts[field]
     atomic_write(dataset.path / name, (json.dumps(facts, indent=1) + '\n').encode())
 
@@ -324,13 +341,16 @@ def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
         )
         for name, split in facts['splits'].items()
     }
-    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **facts}
-    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, 'left_out': tuple(facts['left_out'])})
+    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **OWN_TOKENIZER, **facts}
+    tuples = {name: tuple(facts[name]) for name in ('left_out', 'beginning_of_document')}
+    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, **tuples})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
         raise TypeError('invalid splits or dtype')
     if dataset.end_of_document >= dataset.vocab_size or dataset.vocab_size - 1 > np.iinfo(dataset.dtype).max:
         raise TypeError(f'vocab_size is {dataset.vocab_size}, end_of_document {dataset.end_of_document}')
+    if not all(type(i) is int and 0 <= i < dataset.vocab_size for i in dataset.beginning_of_document):
+        raise TypeError(f'beginning_of_document is {str(dataset.beginning_of_document)[:200]}')
     for entry in dataset.left_out:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ('name', 'reason')):
             raise TypeError('left_out is not a list of names and reasons')

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION, MANIFEST_NAME, is_file_name
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.download import RemoteFile, remove_partial
 from maxlm.storage.errors import redact
@@ -23,7 +24,7 @@ class RemoteManifest:
     Attributes:
         url: directory of the data set.
         content: content of `dataset.json`.
-        tokenizer_checksums: names and SHA-256 of the tokenizer and, if there is one, of the chat template.
+        tokenizer_checksums: names and SHA-256 of the tokenizer, and of its boundaries and chat template if they exist.
         shards: maps the names of the shards of all splits to size in bytes and SHA-256.
     """
 
@@ -62,8 +63,8 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
                 f'{name} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; prepare it again'
             )
         tokenizer_checksums = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
-        if template := facts.get('chat_template_sha256'):
-            tokenizer_checksums[CHAT_TEMPLATE_FILE] = str(template)
+        optional = {CHAT_TEMPLATE_FILE: 'chat_template_sha256', TEXT_BOUNDARIES_FILE: 'text_boundaries_sha256'}
+        tokenizer_checksums |= {file: str(facts[key]) for file, key in optional.items() if facts.get(key)}
         shards = {
             str(shard['name']): (_size(shard['bytes']), str(shard['sha256']))
             for split in facts['splits'].values()

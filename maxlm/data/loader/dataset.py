@@ -362,7 +362,7 @@ def _check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
     if a.tokenizer_sha256 == b.tokenizer_sha256:
         return
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
-    if Tokenizer.load(a.tokenizer_path).sha256 != Tokenizer.load(b.tokenizer_path).sha256:
+    if Tokenizer.load(a.tokenizer_path).ids_sha256 != Tokenizer.load(b.tokenizer_path).ids_sha256:
         raise InputError(
             f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '
             f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from maxlm.data.dataset.records import DatasetManifest, Shard, SourceCounts, Spl
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.shard_output import SplitCounts
 from maxlm.data.prepare.write_shards import SPLITS, ChatShards, WriteShards
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError
 
@@ -122,8 +124,18 @@ class ManifestBuilder:
                 masked=chat is not None,
                 preferences=chat is not None and chat.preferences,
             ),
+            **_boundary_facts(tokenizer.boundaries),
             **_chat_facts(chat, self._sums),
         )
+
+
+def _boundary_facts(boundaries: TextBoundaries) -> dict[str, Any]:
+    if boundaries.is_by_name:
+        return {}
+    return {
+        'beginning_of_document': boundaries.beginning,
+        'text_boundaries_sha256': hashlib.sha256(boundaries.to_json().encode()).hexdigest(),
+    }
 
 
 def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def made_from(
     kind = options.tokenizer.partition(':')[0]
     label = options.tokenizer
     if tokenizer is not None and kind not in ('bytes', 'ids'):
-        label = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.sha256}'
+        label = f'{"" if kind == "hf" else "file"} with checksum {tokenizer.ids_sha256}'
     return {
         'tokenizer': label,
         'validation_share': 0.0 if validation else options.validation_fraction,
@@ -136,6 +136,7 @@ def made_from(
         'block': options.block,
         **_reading_facts(read),
         **({STREAM: True} if options.stream else {}),
+        **({'text_boundaries': tokenizer.boundary_ids} if tokenizer and tokenizer.boundary_ids else {}),
         'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
     }
 

@@ -81,6 +81,7 @@ class WriteShards(PartitionTask):
         filters: names of the filters, which run again on documents that they shorten.
         validation: the choice of validation documents.
         tokenizer_sha256: checksum of the tokenizer.
+        boundary_ids: see `Tokenizer.boundary_ids`.
         infill: settings of fill-in-the-middle; None = off.
         block: tokens per record.
         chat: settings for conversations or preference pairs; None = plain text.
@@ -97,6 +98,7 @@ class WriteShards(PartitionTask):
     infill: FimConfig | None
     block: int
     chat: ChatShards | None = None
+    boundary_ids: Sequence[Sequence[int]] = ()
 
     @property
     def identity(self) -> str:
@@ -108,6 +110,7 @@ class WriteShards(PartitionTask):
             self.decisions and self.decisions.identity,
             dataclasses.asdict(self.validation),
             self.tokenizer_sha256,
+            *self.boundary_ids,
             self.infill and dataclasses.asdict(self.infill),
             self.block,
             self.chat and dataclasses.asdict(self.chat),
@@ -204,8 +207,13 @@ def _encode_texts(
     tokenizer: Tokenizer, documents: Sequence[Document], *, infill: FimConfig | None
 ) -> list[TokenDocument]:
     end = np.array([tokenizer.end_of_document], np.uint32)
+    beginning = np.array(tokenizer.beginning_of_document, np.uint32)
     encoded = encode_documents(tokenizer, documents, infill)
-    return [TokenDocument(np.concatenate([ids, end]), None) for ids in encoded]
+    return [
+        # Token files have the tokens that their author wrote.
+        TokenDocument(np.concatenate([beginning if document.tokens is None else ids[:0], ids, end]), None)
+        for document, ids in zip(documents, encoded, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=1)

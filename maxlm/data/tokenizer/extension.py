@@ -9,7 +9,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 
 # Parts of a `tokenizer.json` other than the tokens that determine encoding and decoding. The tokens added around a
 # text (`post_processor`) are not used here.
-PARTS = ('truncation', 'padding', 'normalizer', 'pre_tokenizer', 'decoder')
+PARTS = ('normalizer', 'pre_tokenizer', 'decoder')
 # These models split words only by rules (merges, whitespace), so additional tokens do not change existing splits.
 GROWING_MODELS = ('BPE', 'WordLevel')
 # Options of an added token that decide which adjacent whitespace and words it matches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,14 +17,16 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, numbers_library, recognize
+from maxlm.data.tokenizer.hub import download_tokenizer
+from maxlm.data.tokenizer.leading_space import without_first_space, without_leading_space
 from maxlm.data.tokenizer.special_tokens import (
     END_OF_DOCUMENT,
     INFILL,
     add_infill_tokens,
     add_special_tokens,
-    find_end_of_document,
     find_infill_ids,
 )
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries, boundaries_by_name, boundaries_in, mark_special
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
 from maxlm.errors import InputError, os_message, surrogate_in
 from maxlm.storage.errors import catch_panics
@@ -50,18 +53,33 @@ class Tokenizer:
         kind: `bytes`, `chars`, `ids` (text is numbers) or `library`. NumPy encodes bytes and chars, and tiktoken
             encodes byte-level BPE, always to the same ids as the library.
         vocab_size: ids are 0 … vocab_size - 1.
+        boundaries: tokens at the beginning and the end of a text, and where they are from.
         end_of_document: id of the token that ends each document.
+        beginning_of_document: ids before each document and each prompt; empty for most tokenizers.
         infill_ids: ids of the fill-in-the-middle tokens, or None if the tokenizer has none.
         special_tokens: the special tokens by id; with `lstrip` or `rstrip` a token includes whitespace before or after
             it.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer):
-        """Raises InputError if `library` has no special token that ends a document."""
+    def __init__(self, library: tokenizers.Tokenizer, boundaries: TextBoundaries | None = None):
+        """Initializes the tokenizer, which changes `library`.
+
+        Args:
+            library: the mapping from text to ids. Its truncation, padding and dropout are switched off.
+            boundaries: boundaries of a text; None = by the names of the tokens.
+
+        Raises:
+            InputError: no token ends a document.
+        """
+        only_map(library)
+        self._json = library.to_str(pretty=True)
         library.encode_special_tokens = True
         # The ids of other tokenizers may have gaps; the embedding table must contain the largest id.
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.end_of_document = find_end_of_document(library)
+        self.boundaries = boundaries_by_name(library) if boundaries is None else boundaries
+        self.end_of_document = self.boundaries.end
+        self.beginning_of_document = self.boundaries.beginning
+        mark_special(library, [*self.boundaries.stops, *self.beginning_of_document])
         self.infill_ids = find_infill_ids(library)
         self.special_tokens = {i: token for i, token in library.get_added_tokens_decoder().items() if token.special}
         self.kind, self._by_numpy = recognize(library, self.end_of_document)
@@ -71,8 +89,11 @@ class Tokenizer:
     def load(cls, path: str | os.PathLike[str], *, infill: bool = False) -> Tokenizer:
         """Loads a `tokenizer.json`. With `infill`, adds fill-in-the-middle tokens if it has none.
 
+        The files in its directory determine the boundaries of a text; see `text_boundaries`.
+
         Raises:
-            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be extended.
+            InputError: the file is missing, is not a tokenizer, has no end-of-document token, or cannot be extended; or
+                another file of the directory is damaged.
         """
         try:
             text = read_text(path)
@@ -82,11 +103,14 @@ class Tokenizer:
             raise InputError(
                 f'{path} is not a tokenizer.json: byte {error.start} is not UTF-8; give another file'
             ) from error
-        return cls.from_json(text, name=str(path), infill=infill)
+        return cls.from_json(text, name=str(path), directory=Path(path).parent, infill=infill)
 
     @classmethod
-    def from_json(cls, text: str, *, name: str, infill: bool = False) -> Tokenizer:
-        """Loads the content of a `tokenizer.json` like `load`. Error messages call it `name`."""
+    def from_json(cls, text: str, *, name: str, directory: Path | None = None, infill: bool = False) -> Tokenizer:
+        """Loads the content of a `tokenizer.json` like `load`. Error messages call it `name`.
+
+        Without `directory`, the names of the tokens determine the boundaries of a text.
+        """
         try:
             facts = parse_json(text)
             # Check before loading, because the library creates a table of all ids.
@@ -98,7 +122,8 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}; give another file') from error
         try:
-            return _finished(library, infill)
+            only_map(library)
+            return _finished(library, infill, directory and boundaries_in(directory, library))
         except InputError as error:
             raise InputError(f'{name}: {error}') from error
 
@@ -112,22 +137,41 @@ class Tokenizer:
             raise InputError(
                 'an ids tokenizer encodes only numbers, so it cannot have special tokens; use a tokenizer.json'
             )
-        library = tokenizers.Tokenizer.from_str(self._library.to_str())
+        library = tokenizers.Tokenizer.from_str(self._json)
         add_special_tokens(library, names)
-        return Tokenizer(library)
+        return Tokenizer(library, self.boundaries)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the `tokenizer.json`. Equal tokenizers give identical bytes."""
+        """Writes the `tokenizer.json`, without `boundaries`. Equal tokenizers give identical bytes."""
         Path(path).write_text(self.to_json(), encoding='utf-8')
 
     def to_json(self) -> str:
         """Returns the content of `tokenizer.json`."""
-        return self._library.to_str(pretty=True) + '\n'
+        return self._json + '\n'
 
     @property
     def sha256(self) -> str:
         """Returns the SHA-256 of `tokenizer.json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def context_free_prefix(self) -> list[int]:
+        """Ids before a text that is scored from its first token: the beginning of text, or the end of a document."""
+        return list(self.beginning_of_document) or [self.end_of_document]
+
+    @property
+    def boundary_ids(self) -> list[list[int]]:
+        """End and beginning of a document; empty if earlier versions, which knew only names, chose the same."""
+        ids = [[self.end_of_document], list(self.beginning_of_document)]
+        with contextlib.suppress(InputError):
+            if ids == [[boundaries_by_name(self._library).end], []]:
+                return []
+        return ids
+
+    @functools.cached_property
+    def ids_sha256(self) -> str:
+        """Returns the SHA-256 of the mapping from text to ids, which includes the tokens that are marked as special."""
+        return hashlib.sha256(f'{self._library.to_str(pretty=True)}\n'.encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text without the end of document: uint32 arrays [number of tokens].
@@ -178,11 +222,11 @@ class Tokenizer:
 
     @functools.cached_property
     def _inside(self) -> tokenizers.Tokenizer:
-        return self._changed(_without_leading_blank)
+        return self._changed(without_leading_space)
 
     @functools.cached_property
     def _after_special(self) -> tokenizers.Tokenizer:
-        return self._changed(_without_first_blank)
+        return self._changed(without_first_space)
 
     def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
         """Returns the library with a changed normalizer and pre-tokenizer, or itself if `change` changes neither."""
@@ -278,10 +322,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, infill: bool = False) ->
     return _finished(library, infill)
 
 
-def _finished(library: tokenizers.Tokenizer, infill: bool) -> Tokenizer:
+def _finished(library: tokenizers.Tokenizer, infill: bool, boundaries: TextBoundaries | None = None) -> Tokenizer:
     if infill:
         add_infill_tokens(library)
-    return Tokenizer(library)
+    return Tokenizer(library, boundaries)
+
+
+def only_map(library: tokenizers.Tokenizer) -> None:
+    """Switches off options of a tokenizer.json that do not belong to the mapping from text to ids."""
+    library.no_truncation()
+    library.no_padding()
+    if getattr(library.model, 'dropout', None) is not None:
+        library.model.dropout = None
 
 
 def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
@@ -345,39 +397,9 @@ def _parse_ids(rest: str) -> tuple[int, int]:
 
 
 def _from_hub(name: str, *, infill: bool) -> Tokenizer:
-    """Loads the `tokenizer.json` of a model on the Hugging Face Hub with the client and cache of the library."""
-    identifier, _, revision = name.partition('@')
+    """Loads the tokenizer of a model on the Hugging Face Hub."""
+    path = download_tokenizer(name)
     try:
-        with catch_panics('tokenizers'):
-            library = tokenizers.Tokenizer.from_pretrained(identifier, revision=revision or 'main')
-    except Exception as error:  # of the library, of its client, of the network
-        reason = ' '.join(str(error).split())
-        raise InputError(
-            f'--tokenizer=hf:{name}: no tokenizer.json from the hub ({reason}); give a local path to work offline'
-        ) from error
-    try:
-        return _finished(library, infill)
+        return Tokenizer.load(path, infill=infill)
     except InputError as error:
         raise InputError(f'--tokenizer=hf:{name}: {error}') from error
-
-
-def _without_leading_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a normalizer or pre-tokenizer of `tokenizer.json` changed to put no space before a text."""
-    kind = node and node['type']
-    if node is None or kind == 'Prepend':
-        return None
-    if kind == 'Sequence':
-        key = 'normalizers' if 'normalizers' in node else 'pretokenizers'
-        return {**node, key: [bare for step in node[key] if (bare := _without_leading_blank(step))]}
-    if kind == 'Metaspace':
-        return {**node, 'prepend_scheme': 'never'}
-    if kind == 'ByteLevel':
-        return {**node, 'add_prefix_space': False}
-    return node
-
-
-def _without_first_blank(node: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a normalizer or pre-tokenizer without the space before the first text, if only the first text gets it."""
-    if node is not None and node['type'] == 'Sequence' and 'pretokenizers' in node:
-        return {**node, 'pretokenizers': [_without_first_blank(step) for step in node['pretokenizers']]}
-    return _without_leading_blank(node) if node is not None and node.get('prepend_scheme') == 'first' else node

@@ -129,6 +129,9 @@ class RequestBase(RequestObject):
         return tuple(stops)
 
 
+ADD_SPECIAL_TOKENS = 'Put the beginning of text, if the tokenizer adds one, before a text. Default: true.'
+
+
 class CompletionRequest(RequestBase):
     """The body of /v1/completions."""
 
@@ -139,6 +142,7 @@ class CompletionRequest(RequestBase):
     suffix: str | None = Field(
         None, description='Text after the completion, for models trained with fill-in-the-middle.'
     )
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     echo: bool | None = Field(None, description='Begin each choice with its prompt.')
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOG_PROBS, description='Return log-probabilities, and this number of most likely tokens.'

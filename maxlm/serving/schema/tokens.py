@@ -8,7 +8,7 @@ from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
 from maxlm.serving.schema.base import PROMPTS_SCHEMA, RequestObject
 from maxlm.serving.schema.errors import ApiError, from_validation_error
-from maxlm.serving.schema.generation import UNSUPPORTED, Message, check_messages, reject_unsupported
+from maxlm.serving.schema.generation import ADD_SPECIAL_TOKENS, UNSUPPORTED, Message, check_messages, reject_unsupported
 
 # Maximum number of inputs of an embedding request, the same as OpenAI's.
 MAX_INPUTS = 2048
@@ -38,7 +38,7 @@ class TokenizeRequest(RequestObject):
     messages: Annotated[list[Message], FailFast()] = Field(
         [], description='A conversation, which the chat template renders. Replaces prompt.'
     )
-    add_special_tokens: bool | None = Field(None, description='No effect: texts get no special tokens.')
+    add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     add_generation_prompt: Literal[True] | None = Field(
         None, description='End a conversation with the beginning of the response. Only true is supported.'
     )

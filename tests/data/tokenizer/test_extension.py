@@ -80,10 +80,6 @@ def remove_decoder(facts):
     facts['decoder'] = None
 
 
-def add_truncation(facts):
-    facts['truncation'] = {'direction': 'Right', 'max_length': 4, 'strategy': 'LongestFirst', 'stride': 0}
-
-
 def strip_spaces(facts):
     facts['added_tokens'][0]['rstrip'] = True
 
@@ -96,7 +92,6 @@ def strip_spaces(facts):
         (add_lowercase, 'its normalizer differs'),
         (disable_regex, 'its pre_tokenizer differs'),
         (remove_decoder, 'its decoder differs'),
-        (add_truncation, 'its truncation differs'),
         (strip_spaces, "its token '<|endoftext|>' has other values of lstrip, rstrip, single_word"),
     ],
 )

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+from huggingface_hub.errors import EntryNotFoundError
 
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT, INFILL, INFILL_NAMES, InfillIds
 from maxlm.data.tokenizer.tokenizer import (
@@ -282,6 +283,8 @@ def test_a_tokenizer_from_the_hub(tmp_path, monkeypatch):
     requests = []
 
     def download(repo_id, filename, *, revision, **options):
+        if filename != 'tokenizer.json':
+            raise EntryNotFoundError('no such file')
         requests.append((repo_id, filename, revision))
         if repo_id == 'a/b':
             return str(tmp_path / 'tokenizer.json')

@@ -1,0 +1,60 @@
+"""Reads the JSON files beside a `tokenizer.json` in a model directory in the format of Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from maxlm.errors import InputError, os_message
+from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
+
+TOKENIZER_CONFIG = 'tokenizer_config.json'
+SPECIAL_TOKENS_MAP = 'special_tokens_map.json'
+GENERATION_CONFIG = 'generation_config.json'
+MODEL_CONFIG = 'config.json'
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; empty if there is no file.
+
+    Raises:
+        InputError: the file cannot be read or is not a JSON object.
+    """
+    try:
+        value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; check the file') from error
+    except ValueError as error:
+        raise InputError(f'{path} is not JSON ({error}); fix or replace the file') from error
+    if not isinstance(value, dict):
+        raise InputError(f'{path} is not a JSON object; fix or replace the file')
+    return value
+
+
+def read_model_config(directory: Path) -> dict[str, Any]:
+    """Returns the `config.json` of Transformers; empty if there is none, as in a workdir, whose file is another.
+
+    Raises:
+        InputError: the file cannot be read or is not a JSON object.
+    """
+    config = read_json_object(directory / MODEL_CONFIG)
+    if not isinstance(config.get('model_type'), str):
+        return {}
+    # Models with several modalities have a config for text.
+    text = config.get('text_config')
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def token_text(token: Any) -> str:
+    """Returns the text of a token, which older versions of Transformers store as an object; '' if there is none."""
+    token = token.get('content') if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ''
+
+
+def token_id_list(value: Any) -> list[int]:
+    """Returns the ids of `eos_token_id` or `bos_token_id`: a number, a list or null. Other values are ignored."""
+    values = value if isinstance(value, list) else [value]
+    return [index for index in values if isinstance(index, int) and not isinstance(index, bool)]

@@ -1,0 +1,254 @@
+"""Tokens at the beginning and the end of a text, from the files of a model directory.
+
+End of text, in this order; the first token that the tokenizer has ends documents:
+
+1. `eos_token` of tokenizer_config.json, then of special_tokens_map.json
+2. `eos_token_id` of generation_config.json, then of config.json
+3. a special token with one of the END_OF_DOCUMENT_NAMES
+
+All ids of `eos_token_id` end a generation, in addition to the first token. As in Transformers, config.json counts only
+if generation_config.json has none.
+
+Beginning of text:
+
+1. `add_bos_token` of tokenizer_config.json, with its `bos_token` or the `bos_token_id` of the other files
+2. the tokens that the post-processor of tokenizer.json puts before a text
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from maxlm.data.tokenizer.model_files import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER_CONFIG,
+    read_json_object,
+    read_model_config,
+    token_id_list,
+    token_text,
+)
+from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT_NAMES, find_end_of_document
+from maxlm.errors import InputError
+from maxlm.storage.errors import catch_panics
+
+# File of maxlm beside a tokenizer.json whose boundaries do not follow from the names of its tokens.
+TEXT_BOUNDARIES_FILE = 'text_boundaries.json'
+# Files and directories of data sets and runs.
+_OWN_FILES = ('dataset.json', 'dataset.partial.json', 'checkpoints')
+# Source of tokens that are found by name.
+BY_NAME = 'the names in tokenizer.json'
+# Texts of which at least one has a token in most vocabularies.
+_PROBES = ('a', '0', 'A', '一', ' ')
+
+
+class TextBoundaries(NamedTuple):
+    """Tokens at the beginning and the end of a text.
+
+    Attributes:
+        end: id of the token that ends each document.
+        stops: ids that end a generation; `end` is the first.
+        beginning: ids before each text; empty for most tokenizers.
+        end_source, beginning_source: file and key of the tokens; '' without such tokens.
+    """
+
+    end: int
+    stops: tuple[int, ...]
+    beginning: tuple[int, ...] = ()
+    end_source: str = BY_NAME
+    beginning_source: str = ''
+
+    @property
+    def is_by_name(self) -> bool:
+        """True if the boundaries follow from the names of the tokens, so that no file stores them."""
+        return self.end_source == BY_NAME and not self.beginning and len(self.stops) == 1
+
+    def to_json(self) -> str:
+        """Returns the content of TEXT_BOUNDARIES_FILE."""
+        return json.dumps(self._asdict(), indent=2) + '\n'
+
+
+def boundaries_by_name(library: tokenizers.Tokenizer) -> TextBoundaries:
+    """Returns the boundaries of a tokenizer without other files: its end of document, and no beginning.
+
+    Raises:
+        InputError: the tokenizer has no special token that ends a document.
+    """
+    end = find_end_of_document(library)
+    return TextBoundaries(end, (end,))
+
+
+def boundaries_in(directory: Path, library: tokenizers.Tokenizer) -> TextBoundaries | None:
+    """Returns the boundaries of a tokenizer in a directory, or None if only the names of its tokens count.
+
+    Raises:
+        InputError: no token ends a document, or a file is damaged.
+    """
+    stored = load_boundaries(directory, library)
+    if stored is not None:
+        return stored
+    # Data sets and runs of earlier versions have no beginning of text, and ends that were found by name.
+    is_own = any((directory / name).exists() for name in _OWN_FILES)
+    if is_own and not (directory / TOKENIZER_CONFIG).exists():
+        return None
+    return find_boundaries(library, directory)
+
+
+def load_boundaries(directory: Path, library: tokenizers.Tokenizer) -> TextBoundaries | None:
+    """Returns the boundaries in the TEXT_BOUNDARIES_FILE of a directory, or None if there is no such file.
+
+    Raises:
+        InputError: the file is damaged or belongs to another tokenizer.
+    """
+    path = directory / TEXT_BOUNDARIES_FILE
+    facts = read_json_object(path)
+    if not facts:
+        return None
+    try:
+        boundaries = TextBoundaries(**{**facts, **{key: tuple(facts[key]) for key in ('stops', 'beginning')}})
+        ids = [boundaries.end, *boundaries.stops, *boundaries.beginning]
+        if not all(type(index) is int and library.id_to_token(index) is not None for index in ids):
+            raise TypeError('an id has no token')
+        if boundaries.end not in boundaries.stops:
+            raise TypeError('the end is not a stop')
+    except (TypeError, KeyError, OverflowError) as error:
+        raise InputError(f'{path} is damaged or of another tokenizer ({error}); copy it again') from error
+    return boundaries
+
+
+def find_boundaries(library: tokenizers.Tokenizer, directory: Path | None) -> TextBoundaries:
+    """Returns the boundaries of a tokenizer from the files of a model directory. See the docstring of this module.
+
+    Args:
+        library: the tokenizer.
+        directory: directory of the other files; None = there are none.
+
+    Raises:
+        InputError: no token ends a document, or a file is not a JSON object.
+    """
+    files = _ModelFiles(library, directory)
+    ends = files.ends()
+    try:
+        by_name = find_end_of_document(library)
+    except InputError:
+        by_name = None
+    # A default of a config class can be the id of any token, such as a letter.
+    found = next((end for end in ends if files.is_special(end) or end.is_named), None) or (
+        next(iter(ends), None) if by_name is None else None
+    )
+    end = by_name if found is None else found.index
+    if end is None:
+        raise InputError(
+            'the tokenizer has no token that ends a document; name it as eos_token in tokenizer_config.json, or add a '
+            f'special token with one of the names {" ".join(END_OF_DOCUMENT_NAMES)}'
+        )
+    stops = dict.fromkeys([end, *(one.index for one in ends if one.is_stop and files.may_stop(one))])
+    beginning, beginning_source = files.beginning()
+    return TextBoundaries(end, tuple(stops), beginning, found.source if found else BY_NAME, beginning_source)
+
+
+class _End(NamedTuple):
+    """A token that a file names as end of text.
+
+    Attributes:
+        index: its id.
+        source: file and key.
+        is_named: the file contains the text of the token.
+        is_stop: the token ends a generation.
+    """
+
+    index: int
+    source: str
+    is_named: bool
+    is_stop: bool
+
+
+class _ModelFiles:
+    """The files of a model directory that name special tokens."""
+
+    def __init__(self, library: tokenizers.Tokenizer, directory: Path | None):
+        self._library = library
+        read = (lambda name: read_json_object(directory / name)) if directory else lambda name: {}
+        self._tokenizer_config: Mapping[str, Any] = read(TOKENIZER_CONFIG)
+        self._map: Mapping[str, Any] = read(SPECIAL_TOKENS_MAP)
+        self._generation: Mapping[str, Any] = read(GENERATION_CONFIG)
+        self._model: Mapping[str, Any] = read_model_config(directory) if directory else {}
+        self._special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+        listed = self._tokenizer_config.get('added_tokens_decoder')
+        entries = listed.values() if isinstance(listed, dict) else ()
+        self._special |= {token_text(entry) for entry in entries if isinstance(entry, dict) and entry.get('special')}
+
+    def is_special(self, end: _End) -> bool:
+        """Returns True if the tokenizer or its configuration marks a token as special."""
+        return self._library.id_to_token(end.index) in self._special
+
+    def may_stop(self, end: _End) -> bool:
+        """Returns True unless the token is probably the default of a config class."""
+        return end.is_named or self.is_special(end) or end.source.startswith(GENERATION_CONFIG)
+
+    def ends(self) -> list[_End]:
+        """Returns the tokens that the files name as end of text, in the order of the files."""
+        return [*self._named('eos_token'), *self._numbered('eos_token_id')]
+
+    def beginning(self) -> tuple[tuple[int, ...], str]:
+        """Returns the ids before each text, and their source."""
+        added = added_prefix(self._library)
+        adds = self._tokenizer_config.get('add_bos_token')
+        known = [*self._named('bos_token'), *self._numbered('bos_token_id')]
+        bos = known[0].index if known else None
+        if adds is False and bos in added:
+            added = tuple(index for index in added if index != bos)
+        if adds is True and bos is not None and bos not in added:
+            return (bos,), f'{TOKENIZER_CONFIG}: add_bos_token'
+        return added, 'tokenizer.json: post_processor' if added else ''
+
+    def _named(self, key: str) -> Iterator[_End]:
+        for file, values in ((TOKENIZER_CONFIG, self._tokenizer_config), (SPECIAL_TOKENS_MAP, self._map)):
+            index = self._library.token_to_id(text) if (text := token_text(values.get(key))) else None
+            if index is not None:
+                yield _End(index, f'{file}: {key}', is_named=True, is_stop=file == TOKENIZER_CONFIG)
+
+    def _numbered(self, key: str) -> Iterator[_End]:
+        # Transformers copies the ids of config.json to the generation config that it derives from it.
+        derived = bool(self._generation.get('_from_model_config'))
+        has_own = self._generation.get(key) is not None
+        for file, values in ((GENERATION_CONFIG, self._generation), (MODEL_CONFIG, self._model)):
+            ids = [index for index in token_id_list(values.get(key)) if self._has(index)]
+            is_stop = file == GENERATION_CONFIG or not has_own
+            name = MODEL_CONFIG if derived else file
+            yield from (_End(index, f'{name}: {key}', is_named=False, is_stop=is_stop) for index in ids)
+
+    def _has(self, index: int) -> bool:
+        return 0 <= index < 2**32 and self._library.id_to_token(index) is not None
+
+
+def added_prefix(library: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Returns the ids that the post-processor of a tokenizer puts before a text.
+
+    Raises:
+        InputError: the tokenizer cannot encode a text.
+    """
+    for probe in _PROBES:
+        try:
+            with catch_panics('tokenizers'):
+                encoding = library.encode(probe)
+        except Exception as error:  # the library raises bare Exception
+            raise InputError(f'the tokenizer cannot encode a text: {error}; use another tokenizer') from error
+        # The mask is 1 for tokens that the post-processor adds.
+        mask = encoding.special_tokens_mask
+        if 0 in mask:
+            return tuple(encoding.ids[: mask.index(0)])
+    return ()
+
+
+def mark_special(library: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
+    """Marks tokens as special, so that no text is encoded to them."""
+    special = {index for index, token in library.get_added_tokens_decoder().items() if token.special}
+    names = [library.id_to_token(index) for index in dict.fromkeys(ids) if index not in special]
+    library.add_special_tokens([name for name in names if name is not None])
