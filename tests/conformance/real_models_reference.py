@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from tests.conformance.real_models_prompts import LOSS_TEXT, requests
+from tests.conformance.real_models_prompts import DOCUMENT, LOSS_TEXT, TUNING, WINDOW, requests
 
 
 def convert(gguf: str, output: str) -> None:
@@ -76,6 +77,42 @@ def text_loss(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:
     return torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])).item(), len(ids) - 1
 
 
+def tuning_loss(directory: str, output: str) -> None:
+    """Writes the loss of new LoRA adapters: of the answers of TUNING, or of a window of DOCUMENT without a template."""
+    model, tokenizer = _load(directory)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules='all-linear', task_type='CAUSAL_LM')).eval()
+    if tokenizer.chat_template is None:
+        ids = [*tokenizer(DOCUMENT).input_ids, tokenizer.eos_token_id][: WINDOW + 1]
+        assert len(ids) == WINDOW + 1
+        rows = [(ids, range(1, len(ids)))]
+    else:
+        rows = [_answers_of(tokenizer, messages) for messages in TUNING]
+    losses = []
+    for ids, targets in rows:
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0]
+        each = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction='none')
+        losses += [each[index - 1].item() for index in targets]
+    _write(output, {'loss': float(np.mean(losses)), 'targets': len(losses)})
+
+
+def _answers_of(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    """Returns the ids of a conversation, and the indices of answers with their end of turn."""
+
+    def ids_of(count: int, **options: bool) -> list[int]:
+        return tokenizer.apply_chat_template(messages[:count], return_dict=False, **options)
+
+    targets: list[int] = []
+    for number, message in enumerate(messages):
+        if message['role'] == 'assistant':
+            start, stop = len(ids_of(number, add_generation_prompt=True)), len(ids_of(number + 1))
+            ids = ids_of(number + 1)
+            # Text after the end of turn, such as a line break, is no part of an answer.
+            stop = max(index for index in range(start, stop) if ids[index] == tokenizer.eos_token_id) + 1
+            targets += range(start, stop)
+    return ids_of(len(messages)), targets
+
+
 def _load(directory: str) -> tuple[Any, Any]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation='sdpa').eval()
     return model, AutoTokenizer.from_pretrained(directory)
@@ -93,4 +130,4 @@ def _write(path: str, content: Any) -> None:
 
 if __name__ == '__main__':
     logging.set_verbosity_error()
-    {'convert': convert, 'answers': answers}[sys.argv[1]](*sys.argv[2:])
+    {'convert': convert, 'answers': answers, 'tuning_loss': tuning_loss}[sys.argv[1]](*sys.argv[2:])

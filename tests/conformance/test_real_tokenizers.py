@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import unicodedata
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tokenizers
 import transformers
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.gguf_tokenizer import vocabulary
+from maxlm.huggingface.gguf_tokenizer import CONTROL, vocabulary
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
 from tests.conformance.real_models_prompts import LICENSE, TEXTS
 from tests.conformance.real_models_tokenizers import TOKENIZERS, Encode, RealTokenizer
 from tests.small import small_config
 
+MODEL = small_config(model__family='llama').model
 MORE_TEXTS = (
     '',
     ' ',
@@ -42,7 +46,7 @@ class Opened(NamedTuple):
     """A real tokenizer in a directory, maxlm's reading of it, and the function with the expected ids."""
 
     real: RealTokenizer
-    directory: object
+    directory: Path
     tokenizer: Tokenizer
     expected: Encode
 
@@ -63,3 +67,73 @@ def test_ids_equal_those_of_the_library_of_the_authors(opened):
     assert {text: row for text, row, right in zip(texts, ids, wanted, strict=True) if row != right} == {}
     # Control: other texts have other ids.
     assert ids[0] != opened.expected(['The capital of Norway is'])[0]
+
+
+@pytest.mark.slow
+def test_texts_equal_their_decoded_ids(opened):
+    # Jurassic-2 normalizes texts, so that they differ.
+    if opened.real.package == 'ai21-tokenizer':
+        pytest.skip('the tokenizer is not reversible')
+    form = 'NFC' if opened.real.package == 'dashscope' else None
+    texts = [unicodedata.normalize(form, text) if form else text for text in (*TEXTS, *MORE_TEXTS)]
+    decoded = [opened.tokenizer.decode(ids) for ids in opened.tokenizer.encode_batch(texts)]
+    assert {text: other for text, other in zip(texts, decoded, strict=True) if text != other} == {}
+
+
+@pytest.mark.slow
+def test_names_of_special_tokens_in_text_are_text(opened):
+    special = set(opened.tokenizer.special_tokens)
+    names = [token.content for token in list(opened.tokenizer.special_tokens.values())[:20]]
+    encoded = opened.tokenizer.encode_batch([f'{name} a{name}b {name}' for name in names])
+    assert [name for name, ids in zip(names, encoded, strict=True) if special & set(ids.tolist())] == []
+    # Control: the library recognizes the names by default.
+    library = tokenizers.Tokenizer.from_file(str(opened.directory / 'tokenizer.json'))
+    assert all(special & set(library.encode(name, add_special_tokens=False).ids) for name in names)
+
+
+def test_boundaries_of_texts_are_those_of_the_files(opened):
+    theirs = transformers.AutoTokenizer.from_pretrained(opened.directory)
+    boundaries = opened.tokenizer.boundaries
+    assert (boundaries.end, boundaries.end_source) == (theirs.eos_token_id, 'tokenizer_config.json: eos_token')
+    first = theirs('x').input_ids[:1]
+    assert list(boundaries.beginning) == ([theirs.bos_token_id] if first == [theirs.bos_token_id] else [])
+    assert bool(boundaries.beginning) == opened.real.adds_bos
+
+
+@pytest.mark.slow
+def test_an_exported_copy_gives_the_same_ids_in_transformers(opened, tmp_path):
+    workdir, output = tmp_path / 'workdir', tmp_path / 'output'
+    files, message = files_for_import(opened.directory)
+    assert message == ''
+    for folder, contents in ((workdir, files), (output, None)):
+        folder.mkdir()
+        for name, content in (contents or files_for_export(workdir, MODEL).files).items():
+            (folder / name).write_bytes(content)
+    before, after = map(transformers.AutoTokenizer.from_pretrained, (opened.directory, output))
+    texts = [*TEXTS, *MORE_TEXTS]
+    assert after(texts).input_ids == before(texts).input_ids
+    assert (after.bos_token, after.eos_token) == (before.bos_token, before.eos_token)
+    assert json.loads((output / 'tokenizer.json').read_text()) == json.loads(
+        (opened.directory / 'tokenizer.json').read_text()
+    )
+    assert (output / 'tokenizer_config.json').read_bytes() == (opened.directory / 'tokenizer_config.json').read_bytes()
+
+
+@pytest.mark.slow
+def test_vocabulary_of_gguf(opened):
+    tokenizer, real = opened.tokenizer, opened.real
+    library = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+
+    def convert():
+        return vocabulary(tokenizer.to_json(), tokenizer.vocab_size, 'tokenizer.json')
+
+    if not real.gguf:
+        with pytest.raises(InputError, match='GGUF export supports'):
+            convert()
+        return
+    converted = convert()
+    assert converted.split == real.gguf
+    assert converted.tokens == [library.id_to_token(index) for index in range(tokenizer.vocab_size)]
+    controls = {index for index, kind in enumerate(converted.types) if kind == CONTROL}
+    # llama.cpp does not print a text for the unknown token.
+    assert controls == set(tokenizer.special_tokens) - {converted.unknown_id}
