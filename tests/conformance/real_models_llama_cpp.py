@@ -29,12 +29,14 @@ def main(gguf: str, requests: str, output: str) -> None:
 
 
 def _answer(server: Any, request: dict[str, Any]) -> dict[str, Any]:
-    common = {'n_predict': request['max_tokens'], 'temperature': 0.0, 'cache_prompt': False}
+    common = {'max_tokens': request['max_tokens'], 'temperature': 0.0, 'cache_prompt': False}
     if 'text' in request:
         done = server.handle_completions({'prompt': request['text'], **common})
-        return {'text': done['content'], 'prompt_tokens': done['tokens_evaluated']}
-    done = server.handle_chat_completions({'messages': request['messages'], **common})
-    return {'text': done['choices'][0]['message']['content'], 'prompt_tokens': done['usage']['prompt_tokens']}
+        text = done['choices'][0]['text']
+    else:
+        done = server.handle_chat_completions({'messages': request['messages'], **common})
+        text = done['choices'][0]['message']['content']
+    return {'text': text, 'prompt_tokens': done['usage']['prompt_tokens']}
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class RealTokenizer:
         convert: creates a tokenizer.json and the function with the expected ids from the file.
         bos, eos: the tokens that begin and end texts.
         adds_bos: whether texts start with `bos`.
-        gguf: split of the exported vocabulary; '' if llama.cpp has no such split.
+        gguf: split of the exported vocabulary; '' if GGUF export does not support it.
+        reads: normalization of texts that the ids cannot represent.
     """
 
     package: str
@@ -52,7 +53,7 @@ class RealTokenizer:
     eos: str
     adds_bos: bool = False
     gguf: str = ''
-    config: dict[str, Any] = field(default_factory=dict)
+    reads: Callable[[str], str] = str
 
     def write(self, directory: Path) -> Encode:
         """Writes tokenizer.json and tokenizer_config.json; returns the function with the expected ids of texts."""
@@ -68,7 +69,6 @@ class RealTokenizer:
             'tokenizer_class': 'PreTrainedTokenizerFast',
             'bos_token': self.bos,
             'eos_token': self.eos,
-            **self.config,
         }
         (directory / 'tokenizer_config.json').write_text(json.dumps(config))
         return encode
@@ -86,9 +86,7 @@ def _tiktoken_file(
         if nfc:
             library.normalizer = normalizers.NFC()
         encoding = tiktoken.Encoding('real', pat_str=words, mergeable_ranks=ranks, special_tokens={})
-        return library, lambda texts: [
-            encoding.encode_ordinary(unicodedata.normalize('NFC', text) if nfc else text) for text in texts
-        ]
+        return library, lambda texts: [encoding.encode_ordinary(_nfc(text) if nfc else text) for text in texts]
 
     return convert
 
@@ -187,6 +185,10 @@ def _pieces(path: Path) -> list[Any]:
     return list(_proto(path).pieces)
 
 
+def _nfc(text: str) -> str:
+    return unicodedata.normalize('NFC', text)
+
+
 _PRINT_IDS = """
 import json, sys, sentencepiece
 processor = sentencepiece.SentencePieceProcessor(model_file=sys.argv[1])
@@ -252,6 +254,7 @@ TOKENIZERS = {
         '<|endoftext|>',
         '<|im_end|>',
         gguf='qwen2',
+        reads=_nfc,
     ),
     'mistral-tekken': RealTokenizer(
         'mistral-common', 'mistral_common/data/tekken_240718.json', _tekken, '<s>', '</s>', adds_bos=True
@@ -264,6 +267,8 @@ TOKENIZERS = {
         '</s>',
         adds_bos=True,
         gguf='default',
+        # SentencePiece represents a space by this character.
+        reads=lambda text: text.replace('▁', ' '),
     ),
     'jurassic-2': RealTokenizer(
         'ai21-tokenizer',

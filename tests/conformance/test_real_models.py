@@ -6,9 +6,11 @@ Expected values come from Transformers, PEFT and llama.cpp. The models come from
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import openai
 import pytest
 from safetensors import safe_open
 
+from benchmarks.step import machine
 from maxlm.storage.json_text import parse_json
 from tests.conformance.real_models import (
     GEMMA3,
@@ -34,7 +37,8 @@ MODELS = {'smollm2': SMOLLM2, 'gemma3': GEMMA3}
 # Largest difference of logits between two programs, measured: 1e-4.
 LOGITS = 1e-3
 LOSS = 1e-4
-# Requests to the server and llama.cpp with a text and, for chat models, a conversation.
+VERSIONS = {package: version(package) for package in ('torch', 'transformers', 'tokenizers', 'peft')}
+# Every fourth request is sent to the server: texts and, for chat models, conversations.
 SERVED = slice(None, None, 4)
 
 
@@ -50,6 +54,24 @@ class Imported(NamedTuple):
     @property
     def is_chat(self) -> bool:
         return (self.original / 'chat_template.jinja').is_file()
+
+
+@pytest.fixture
+def record(model):
+    """Returns a function that records a figure of a model in the file of $MAXLM_REAL_MODELS_OUTPUT, if it is set."""
+    path = os.environ.get('MAXLM_REAL_MODELS_OUTPUT')
+
+    def write(name: str, value: float) -> None:
+        if path is None:
+            return
+        file = Path(path)
+        facts = (
+            parse_json(file.read_bytes()) if file.is_file() else {'machine': {**machine(), **VERSIONS}, 'models': {}}
+        )
+        facts['models'].setdefault(model.original.name, {})[name] = float(f'{value:.3g}')
+        file.write_text(json.dumps(facts, indent=1) + '\n')
+
+    return write
 
 
 @pytest.fixture(scope='module', params=MODELS)
@@ -83,7 +105,7 @@ def column(rows: list[dict[str, Any]], key: str) -> list[Any]:
     return [row[key] for row in rows]
 
 
-def test_greedy_texts_logits_and_loss_equal_transformers(model, tmp_path, record_property):
+def test_greedy_texts_logits_and_loss_equal_transformers(model, tmp_path, record):
     run_process('tests.conformance.real_models_maxlm', 'answers', model.workdir, tmp_path / 'found.json')
     found = parse_json((tmp_path / 'found.json').read_bytes())
     for key in ('ids', 'text'):
@@ -95,17 +117,18 @@ def test_greedy_texts_logits_and_loss_equal_transformers(model, tmp_path, record
     assert not model.is_chat or any(column(model.expected['requests'], 'is_stopped'))
     logits = np.load(tmp_path / 'found.npy')
     largest = float(np.max(np.abs(logits - model.logits)))
-    record_property('largest difference of logits', largest)
-    record_property('difference of losses', found['loss'] - model.expected['loss'])
+    record('largest_logit_difference', largest)
+    record('loss_difference', found['loss'] - model.expected['loss'])
+    record('equal_texts', len(found['requests']))
     assert largest < LOGITS
     assert found['loss'] == pytest.approx(model.expected['loss'], abs=LOSS)
 
 
 @pytest.mark.parametrize(('weights', 'limit'), [('int8', 0.01), ('int4', 0.05)])
-def test_loss_of_quantized_weights(model, weights, limit, tmp_path, record_property):
+def test_loss_of_quantized_weights(model, weights, limit, tmp_path, record):
     run_process('tests.conformance.real_models_maxlm', 'loss', model.workdir, weights, tmp_path / 'loss.json')
     loss = parse_json((tmp_path / 'loss.json').read_bytes())['loss']
-    record_property('relative difference of losses', loss / model.expected['loss'] - 1)
+    record(f'relative_{weights}_loss_difference', loss / model.expected['loss'] - 1)
     assert loss == pytest.approx(model.expected['loss'], rel=limit)
     # Control: rounded weights cannot give the same loss.
     assert abs(loss - model.expected['loss']) > 1e-6
@@ -188,7 +211,7 @@ def test_server_answers_the_openai_client_with_the_same_texts(model, client):
         assert done.usage.completion_tokens == expected['completion_tokens']
 
 
-def test_first_loss_of_lora_equals_peft(model, tmp_path, record_property):
+def test_first_loss_of_lora_equals_peft(model, tmp_path, record):
     run_process('tests.conformance.real_models_reference', 'tuning_loss', model.original, tmp_path / 'expected.json')
     expected = parse_json((tmp_path / 'expected.json').read_bytes())
     rows = [{'messages': messages} for messages in TUNING] if model.is_chat else [{'text': DOCUMENT}]
@@ -206,5 +229,5 @@ def test_first_loss_of_lora_equals_peft(model, tmp_path, record_property):
         *('--config.model.lora_rank=8', '--config.train.log_every=1'),
     )
     first = parse_json((tmp_path / 'tuned' / 'metrics.jsonl').read_text().splitlines()[0])
-    record_property('difference of losses', first['train/loss'] - expected['loss'])
+    record('lora_first_loss_difference', first['train/loss'] - expected['loss'])
     assert first['train/loss'] == pytest.approx(expected['loss'], abs=LOSS)
