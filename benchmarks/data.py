@@ -33,12 +33,12 @@ from benchmarks.step import machine
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.records import (
     DatasetManifest,
-    ShardWriter,
     SourceCounts,
     Split,
     dataset_fingerprint,
     save_manifest,
 )
+from maxlm.data.dataset.shard_writer import ShardWriter
 from maxlm.data.dataset.token_reader import READER_OPTIONS
 from maxlm.data.loader.batches import TrainingRows, iterate
 from maxlm.data.loader.dataset import open_training_data

@@ -9,13 +9,13 @@ import numpy as np
 
 from maxlm.data.dataset.records import (
     DatasetManifest,
-    ShardWriter,
     SourceCounts,
     Split,
     dataset_fingerprint,
     load_manifest,
     save_manifest,
 )
+from maxlm.data.dataset.shard_writer import ShardWriter
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 
 

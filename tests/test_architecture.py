@@ -21,7 +21,9 @@ MAX_MODULES = 15
 NAMELESS = {'utils', 'helpers', 'common', 'misc'}
 HEAVY = ('tensorflow', 'clu', 'torch', 'transformers', 'datasets', 'ray', 'rensa', 'gcsfs', 's3fs')
 # Directories of tests of other parts of the project.
-OTHER_TESTS = {(name,) for name in ('benchmarks', 'buckets', 'configs', 'examples', 'golden', 'launch', 'tools')}
+OTHER_TESTS = {
+    (name,) for name in ('benchmarks', 'buckets', 'configs', 'conformance', 'examples', 'golden', 'launch', 'tools')
+}
 # Commands parse arguments. They only import libraries for completion and the terminal.
 OF_COMMANDS = {'rich', 'shtab'}
 CONTENTS = re.compile(r'^\| `([\w.]+)` \| ([^|]+) \|$', re.MULTILINE)

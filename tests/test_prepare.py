@@ -15,7 +15,8 @@ from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.prepare import existing_output, partitions, pipeline
 from maxlm.data.prepare.existing_output import locked
 from maxlm.data.prepare.write_shards import WriteShards
-from maxlm.data.tokenizer.tokenizer import Tokenizer, _encode_batch
+from maxlm.data.tokenizer.library import encode_batch
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
@@ -170,7 +171,7 @@ def test_a_text_with_a_tokenizer_panic_is_named_or_skipped(texts, tmp_path, monk
         encode_batch_fast = staticmethod(lambda texts, **_: [types.SimpleNamespace(ids=encode(text)) for text in texts])
 
     monkeypatch.setattr(Tokenizer, '_fast', property(lambda self: None))
-    monkeypatch.setattr(Tokenizer, 'encode_batch_by_library', lambda self, texts: _encode_batch(Library, texts))
+    monkeypatch.setattr(Tokenizer, 'encode_batch_by_library', lambda self, texts: encode_batch(Library, texts))
     (texts / '7.txt').write_text('bad')
     arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 1]
     assert run(*arguments) == 2

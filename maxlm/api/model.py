@@ -83,6 +83,16 @@ class Model:
     def step(self) -> int:
         return self._model.step
 
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """Tokens at the beginning and the end of a text, and the files and keys that name them."""
+        return self.tokenizer.boundary_names
+
+    def __repr__(self) -> str:
+        """Returns a description with the checkpoint, its step and the special tokens."""
+        tokens = ', '.join(f'{name}={value!r}' for name, value in self.special_tokens.items())
+        return f'Model({self._checkpoint!r}, step={self.step}, {tokens})'
+
     def generate(
         self, prompt: str, *, max_tokens: int = 128, seed: int = 0, stop: Sequence[str] = (), **sampling: Any
     ) -> str:

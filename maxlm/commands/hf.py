@@ -24,6 +24,8 @@ def execute(options: argparse.Namespace) -> int:
         if options.command == 'import':
             done = import_model(options.input, options.output, show=True)
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
+            for label, tokens in done.boundaries.items():
+                print(f'  {label}: {tokens}')
             print_next('maxlm', 'generate', f'--checkpoint={done.workdir}', '--prompt=Hello')
             return EXIT_DONE
         if options.command == 'export-adapter':

@@ -89,7 +89,7 @@ class LmEvalModel:
         del disable_tqdm
         prefix = self._model.tokenizer.context_free_prefix
         texts = [
-            windows(self.tok_encode(*request.args, add_special_tokens=False), prefix, self.max_length)
+            windows(self.tok_encode(request.args[0], add_special_tokens=False), prefix, self.max_length)
             for request in requests
         ]
         found = iter(self._scorer.score(list(itertools.chain.from_iterable(texts)), show=self._show))

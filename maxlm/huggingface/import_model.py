@@ -30,11 +30,12 @@ from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER
 
 
 class Imported(NamedTuple):
-    """Summary of an import."""
+    """Summary of an import. `boundaries` describes the tokens at the beginning and the end of a text."""
 
     workdir: Path
     class_name: str
     parameters: int
+    boundaries: dict[str, str]
 
 
 def import_model(source: str, output: str, *, show: bool) -> Imported:
@@ -73,9 +74,9 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             )
     rows = tensors(architecture, model)
     names = match_tensors(files, rows, architecture, shared_copies(model), str(directory))
-    text, remark = files_for_import(directory)
-    if remark:
-        logger.info(remark)
+    text = files_for_import(directory)
+    if text.remark:
+        logger.info(text.remark)
     config = config_for_model(dataclasses.asdict(model), str(path))
     shapes = parameter_shapes(rows)
     parameters = sum(math.prod(shape) for shape in shapes.values())
@@ -87,7 +88,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         progress_bar('import', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
-        for name, content in text.items():
+        for name, content in text.files.items():
             (partial / name).write_bytes(content)
 
         def with_progress(array: StreamedArray) -> StreamedArray:
@@ -98,7 +99,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             return dataclasses.replace(array, read=read)
 
         write_step(partial, 0, {name: with_progress(array) for name, array in arrays.items()})
-    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters)
+    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
 
 
 def match_tensors(

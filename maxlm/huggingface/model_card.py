@@ -45,7 +45,9 @@ def model_card(
         '## Use\n',
         _usage(name, architecture, (workdir / TOKENIZER).is_file()),
         '## Model\n',
-        _table({'parameters': f'{parameters:,}', 'weights': dtype, **_model_facts(config.model)}),
+        _table(
+            {'parameters': f'{parameters:,}', 'weights': dtype, **_model_facts(config.model), **_token_facts(workdir)}
+        ),
     ]
     if step:
         parts += ['## Training\n', _table(_training_facts(workdir, step, config))]
@@ -108,6 +110,12 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
         'context': f'{model.max_positions:,} tokens',
         'vocabulary': f'{model.vocab_size:,}' + (', tied to the output layer' if model.tie_embeddings else ''),
     }
+
+
+def _token_facts(workdir: Path) -> dict[str, str]:
+    with contextlib.suppress(InputError):
+        return Tokenizer.load(workdir / TOKENIZER).describe_boundaries()
+    return {}
 
 
 def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:

@@ -14,8 +14,9 @@ from tokenizers.processors import TemplateProcessing
 from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.tokenizer.library import only_map
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix
-from maxlm.data.tokenizer.tokenizer import Tokenizer, only_map
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.storage.json_text import parse_json
@@ -80,11 +81,25 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     if GENERATION not in files or ends != ids['eos_token_id']:
         files[GENERATION] = _json({**generation, 'eos_token_id': ends})
     ids['eos_token_id'] = ends
-    return TextFiles(files, ids, tokenizer and tokenizer.boundaries)
+    return TextFiles(files, ids, None if tokenizer is None else tokenizer.boundaries)
 
 
-def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
-    """Returns the files to copy to a workdir, by name, and a message if the model has no usable tokenizer.
+class ImportedFiles(NamedTuple):
+    """Files to copy to a workdir.
+
+    Attributes:
+        files: content by name.
+        remark: a message if the model has no usable tokenizer.
+        described: see `Tokenizer.describe_boundaries`.
+    """
+
+    files: dict[str, bytes]
+    remark: str
+    described: dict[str, str]
+
+
+def files_for_import(directory: Path) -> ImportedFiles:
+    """Returns the files of a model directory to copy to a workdir.
 
     Raises:
         InputError: a file is corrupt.
@@ -95,7 +110,7 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
         found = [name for name in _SOURCES if (directory / name).is_file()]
         has = f'has {found[0]} but no {TOKENIZER}' if found else f'has no {TOKENIZER}'
         how = '; create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) of Transformers' if found else ''
-        return files, f'{directory} {has}, which generate and evaluate need{how}'
+        return ImportedFiles(files, f'{directory} {has}, which generate and evaluate need{how}', {})
     _read_tokenizer(path)
     try:
         # Serialized as by maxlm.prepare, so that data prepared with this tokenizer is recognized.
@@ -105,14 +120,14 @@ def files_for_import(directory: Path) -> tuple[dict[str, bytes], str]:
         files[TEXT_BOUNDARIES] = tokenizer.boundaries.to_json().encode()
     except InputError as error:
         files[TOKENIZER] = path.read_bytes()
-        return files, f'{error}; generate and evaluate need a tokenizer that maxlm can read'
+        return ImportedFiles(files, f'{error}; generate and evaluate need a tokenizer that maxlm can read', {})
     # A template that cannot be used is copied unchanged.
     with contextlib.suppress(InputError):
         recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
         if recipe.name != DEFAULT_TEMPLATE:
             # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
-    return files, ''
+    return ImportedFiles(files, '', tokenizer.describe_boundaries())
 
 
 def _with_stops(ends: Any, stops: Sequence[int], workdir: Path) -> Any:

@@ -97,6 +97,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
             'chat': served.chat is not None,
             'vocab_size': served.tokenizer.vocab_size,
             **served.details._asdict(),
+            'special_tokens': served.tokenizer.boundary_names,
         }
 
     @app.get(MODELS)

@@ -11,13 +11,13 @@ import pytest
 
 from maxlm.data.dataset.records import (
     DatasetManifest,
-    ShardWriter,
     SourceCounts,
     Split,
     dataset_fingerprint,
     load_manifest,
     save_manifest,
 )
+from maxlm.data.dataset.shard_writer import ShardWriter
 
 END = 0
 Documents = Sequence[Sequence[int]]

@@ -143,14 +143,14 @@ def model_directory(tmp_path):
 
 
 def test_files_of_an_import(model_directory):
-    files, remark = files_for_import(model_directory)
+    files, remark, _ = files_for_import(model_directory)
     assert set(files) == {*EXPORT_FILES, 'tokenizer.json', 'text_boundaries.json'}
     assert remark == ''
     # The tokenizer is stored in the format of maxlm.prepare, whatever the format of the file.
     path = model_directory / 'tokenizer.json'
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert path.read_bytes() != files['tokenizer.json']
-    assert files_for_import(model_directory)[0]['tokenizer.json'] == files['tokenizer.json']
+    assert files_for_import(model_directory).files['tokenizer.json'] == files['tokenizer.json']
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_missing_tokenizer_json_gives_a_remark(model_directory, found, parts):
     (model_directory / 'tokenizer.json').unlink()
     for name in found:
         (model_directory / name).write_text('x')
-    files, remark = files_for_import(model_directory)
+    files, remark, _ = files_for_import(model_directory)
     assert 'tokenizer.json' not in files
     for part in [str(model_directory), *parts]:
         assert part in remark
@@ -175,7 +175,7 @@ def test_a_tokenizer_that_maxlm_cannot_use_is_kept_with_a_remark(model_directory
     path = model_directory / 'tokenizer.json'
     content = path.read_bytes().replace(END_OF_DOCUMENT.encode(), b'<|begin|>')
     path.write_bytes(content)
-    files, remark = files_for_import(model_directory)
+    files, remark, _ = files_for_import(model_directory)
     assert files['tokenizer.json'] == content
     assert 'ends a document' in remark
     # The export contains no ids, since they are unknown.
@@ -204,7 +204,7 @@ def test_an_imported_tokenizer_keeps_its_rules(model_directory, tmp_path):
     (model_directory / 'tokenizer_config.json').write_text(json.dumps(settings))
     (model_directory / 'special_tokens_map.json').write_text('{}')
     original = transformers.AutoTokenizer.from_pretrained(model_directory)
-    files, _ = files_for_import(model_directory)
+    files = files_for_import(model_directory).files
     kept = {name.replace('.', '__'): json.loads(files[name]) for name in EXPORT_FILES if name.endswith('.json')}
     (tmp_path / 'tokenizer.json').write_bytes(files['tokenizer.json'])
     output = exported(tmp_path, Tokenizer.load(tmp_path / 'tokenizer.json'), **kept)
@@ -287,7 +287,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
     wanted = transformers.AutoTokenizer.from_pretrained(model_directory).apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
-    files, remark = files_for_import(model_directory)
+    files, remark, _ = files_for_import(model_directory)
     assert remark == ''
     workdir = tmp_path / 'imported'
     workdir.mkdir()
@@ -308,5 +308,5 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
 
 def test_an_unusable_template_is_kept_unchanged(model_directory):
     (model_directory / 'chat_template.jinja').write_text('{% if %}')
-    files, remark = files_for_import(model_directory)
+    files, remark, _ = files_for_import(model_directory)
     assert (files['chat_template.jinja'], remark) == (b'{% if %}', '')

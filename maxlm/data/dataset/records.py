@@ -14,13 +14,11 @@ import json
 import math
 import os
 import typing
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
@@ -40,8 +38,6 @@ UNMASKED: dict[str, Any] = {'masked': False, 'packed_window': 0, 'chat_template_
 NO_PREFERENCES: dict[str, Any] = {'preferences': False}
 # Fields that only the manifest of a data set with the tokenizer of another model contains, with their defaults.
 OWN_TOKENIZER: dict[str, Any] = {'beginning_of_document': (), 'text_boundaries_sha256': ''}
-# Records are read one at a time in random order, so grouping does not help. Fast compression hardly shrinks token ids.
-WRITER_OPTIONS = 'group_size:1,uncompressed'
 # Bounds of the integers in the manifest. Two of the 32 bits of a token are reserved for flags: see `token_flags`.
 BOUNDS = {'vocab_size': (1, 2**30), 'block': (1, 2**31 - 1), 'packed_window': (0, 2**31 - 1)}
 BOUNDS_OF_COUNTS = (0, 2**62)
@@ -184,67 +180,6 @@ class DatasetManifest:
 def token_dtype(vocab_size: int) -> str:
     """Returns the stored type of token ids below `vocab_size`."""
     return 'uint16' if vocab_size <= 2**16 else 'uint32'
-
-
-class ShardWriter:
-    """Writes one shard. The file is renamed to its final name when it is complete and synced.
-
-    Use it as a context manager. An exception deletes the partial file.
-    """
-
-    def __init__(self, path: Path, *, source: str, block: int, dtype: str):
-        self._path = path
-        self._source = source
-        # A unique name, because a lost worker on a disconnected node may still write the same shard.
-        self._partial = path.with_name(f'.{path.name}.{uuid.uuid4().hex}.partial')
-        self._block = block
-        self._dtype = np.dtype(dtype).newbyteorder('<')
-        self._pending = np.empty(0, self._dtype)
-        self._tokens = 0
-        self._documents = 0
-        self._writer = ArrayRecordWriter(os.fspath(self._partial), WRITER_OPTIONS)
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type | None, *_: object) -> None:
-        if kind is not None:
-            self._partial.unlink(missing_ok=True)
-
-    def write(self, documents: Sequence[np.ndarray]) -> None:
-        """Appends documents: arrays [number of tokens] that end with the end-of-document token."""
-        self._documents += len(documents)
-        self._tokens += sum(map(len, documents))
-        pending = np.concatenate([self._pending, *documents]).astype(self._dtype)
-        start = 0
-        # A record needs one token after the block, which is the last target.
-        while len(pending) - start > self._block:
-            self._write_record(pending[start : start + self._block + 1])
-            start += self._block
-        self._pending = pending[start:]
-
-    def finish(self) -> Shard:
-        """Writes the last record, renames the file and returns its description."""
-        # A single remaining token is already the last target of the previous record.
-        if len(self._pending) > 1:
-            self._write_record(self._pending)
-        try:
-            self._writer.close()
-            checksum, size = _sync_and_hash(self._partial)
-            os.replace(self._partial, self._path)
-        except (RuntimeError, OSError) as error:
-            raise InputError(
-                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
-            ) from error
-        return Shard(self._path.name, self._source, self._tokens, self._documents, size, checksum)
-
-    def _write_record(self, tokens: np.ndarray) -> None:
-        try:
-            self._writer.write(tokens.tobytes())
-        except RuntimeError as error:
-            raise InputError(
-                f'{self._path}: cannot be written: {reason_of(error)}; check permissions and disk space'
-            ) from error
 
 
 def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
@@ -402,12 +337,6 @@ def _size(directory: Path, name: str) -> int:
         return (directory / name).stat().st_size
     except OSError as error:
         raise InputError(f'{directory / name}: {os_message(error)}; {remedy(directory)}') from error
-
-
-def _sync_and_hash(path: Path) -> tuple[str, int]:
-    with path.open('rb') as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, 'sha256').hexdigest(), file.tell()
 
 
 def reason_of(error: Exception) -> str:

@@ -28,7 +28,7 @@ from maxlm.data.prepare.task_results import identity_of, load_result, save_resul
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
 from maxlm.data.prepare.write_shards import ChatShards, WriteShards, find_leftover_files
 from maxlm.data.tokenizer.fim import FimConfig
-from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE, save_boundaries
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.formatting import format_si
@@ -257,12 +257,8 @@ class _Stages:
             texts = itertools.chain(preview.texts(validation, bar), chat.texts if chat else ())
             tokenizer = make_tokenizer(self._recipe.tokenizer, texts, infill=self._recipe.infill is not None)
             tokenizer = chat.with_tokens(tokenizer) if chat else tokenizer
-        # A tokenizer without the file would be read with other boundaries.
-        boundaries = self._output / TEXT_BOUNDARIES_FILE
-        if tokenizer.boundaries.is_by_name:
-            boundaries.unlink(missing_ok=True)
-        else:
-            atomic_write(boundaries, tokenizer.boundaries.to_json())
+        # Without them, the tokenizer would be read with other boundaries.
+        save_boundaries(self._output, tokenizer.boundaries)
         atomic_write(path, tokenizer.to_json())
         save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
         return tokenizer, validation

@@ -10,7 +10,8 @@ import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, Packer, PairCounts
 from maxlm.data.chat.token_flags import TokenDocument, is_document_start, is_target, token_ids
-from maxlm.data.dataset.records import Shard, ShardWriter, token_dtype
+from maxlm.data.dataset.records import Shard, token_dtype
+from maxlm.data.dataset.shard_writer import ShardWriter
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
 

@@ -11,6 +11,7 @@ from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
@@ -49,6 +50,9 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
             lines.append(f'    {shares}')
         if dataset.chat:
             lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
+    if dataset.text_boundaries_sha256:
+        tokens = Tokenizer.load(dataset.tokenizer_path).describe_boundaries()
+        lines += [f'  {label}: {text}' for label, text in tokens.items()]
     if cleaned:
         path = dataset.path / CLEANING_FILE
         try:

@@ -36,6 +36,7 @@ from maxlm.data.tokenizer.model_files import (
 )
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT_NAMES, find_end_of_document
 from maxlm.errors import InputError
+from maxlm.storage.atomic import atomic_write
 from maxlm.storage.errors import catch_panics
 
 # File of maxlm beside a tokenizer.json whose boundaries do not follow from the names of its tokens.
@@ -122,6 +123,15 @@ def load_boundaries(directory: Path, library: tokenizers.Tokenizer) -> TextBound
     return boundaries
 
 
+def save_boundaries(directory: Path, boundaries: TextBoundaries) -> None:
+    """Writes TEXT_BOUNDARIES_FILE, or removes it if the names of the tokens determine the boundaries."""
+    path = directory / TEXT_BOUNDARIES_FILE
+    if boundaries.is_by_name:
+        path.unlink(missing_ok=True)
+    else:
+        atomic_write(path, boundaries.to_json())
+
+
 def find_boundaries(library: tokenizers.Tokenizer, directory: Path | None) -> TextBoundaries:
     """Returns the boundaries of a tokenizer from the files of a model directory. See the docstring of this module.
 
@@ -142,13 +152,13 @@ def find_boundaries(library: tokenizers.Tokenizer, directory: Path | None) -> Te
     found = next((end for end in ends if files.is_special(end) or end.is_named), None) or (
         next(iter(ends), None) if by_name is None else None
     )
-    end = by_name if found is None else found.index
+    end = by_name if found is None else found.token_id
     if end is None:
         raise InputError(
             'the tokenizer has no token that ends a document; name it as eos_token in tokenizer_config.json, or add a '
             f'special token with one of the names {" ".join(END_OF_DOCUMENT_NAMES)}'
         )
-    stops = dict.fromkeys([end, *(one.index for one in ends if one.is_stop and files.may_stop(one))])
+    stops = dict.fromkeys([end, *(one.token_id for one in ends if one.is_stop and files.may_stop(one))])
     beginning, beginning_source = files.beginning()
     return TextBoundaries(end, tuple(stops), beginning, found.source if found else BY_NAME, beginning_source)
 
@@ -157,13 +167,13 @@ class _End(NamedTuple):
     """A token that a file names as end of text.
 
     Attributes:
-        index: its id.
+        token_id: its id.
         source: file and key.
         is_named: the file contains the text of the token.
         is_stop: the token ends a generation.
     """
 
-    index: int
+    token_id: int
     source: str
     is_named: bool
     is_stop: bool
@@ -186,7 +196,7 @@ class _ModelFiles:
 
     def is_special(self, end: _End) -> bool:
         """Returns True if the tokenizer or its configuration marks a token as special."""
-        return self._library.id_to_token(end.index) in self._special
+        return self._library.id_to_token(end.token_id) in self._special
 
     def may_stop(self, end: _End) -> bool:
         """Returns True unless the token is probably the default of a config class."""
@@ -201,7 +211,7 @@ class _ModelFiles:
         added = added_prefix(self._library)
         adds = self._tokenizer_config.get('add_bos_token')
         known = [*self._named('bos_token'), *self._numbered('bos_token_id')]
-        bos = known[0].index if known else None
+        bos = known[0].token_id if known else None
         if adds is False and bos in added:
             added = tuple(index for index in added if index != bos)
         if adds is True and bos is not None and bos not in added:

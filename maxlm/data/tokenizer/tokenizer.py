@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, numbers_library, recognize
 from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.leading_space import without_first_space, without_leading_space
+from maxlm.data.tokenizer.library import encode_batch, only_map, refuse_gaps
 from maxlm.data.tokenizer.special_tokens import (
     END_OF_DOCUMENT,
     INFILL,
@@ -28,7 +29,7 @@ from maxlm.data.tokenizer.special_tokens import (
 )
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, boundaries_by_name, boundaries_in, mark_special
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
-from maxlm.errors import InputError, os_message, surrogate_in
+from maxlm.errors import InputError, os_message
 from maxlm.storage.errors import catch_panics
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
@@ -38,9 +39,6 @@ TOKENIZER_FILE = 'tokenizer.json'
 MIN_BPE_VOCAB_SIZE = 257
 # Each id becomes an entry of tokenizer.json.
 MAX_NUMBERED_IDS = 2**20
-# Maximum number of unused ids of a tokenizer.json, in addition to one unused id per used id. Embeddings have a row for
-# each unused id.
-MAX_UNUSED_IDS = 2**16
 SPECS = 'bytes, chars, bpe:N, ids:N[:END], hf:NAME[@REVISION] or the path of a tokenizer.json'
 
 
@@ -114,7 +112,7 @@ class Tokenizer:
         try:
             facts = parse_json(text)
             # Check before loading, because the library creates a table of all ids.
-            _refuse_gaps(facts)
+            refuse_gaps(facts)
             with catch_panics('tokenizers'):
                 library = tokenizers.Tokenizer.from_str(text)
         except InputError as error:
@@ -123,7 +121,8 @@ class Tokenizer:
             raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}; give another file') from error
         try:
             only_map(library)
-            return _finished(library, infill, directory and boundaries_in(directory, library))
+            boundaries = None if directory is None else boundaries_in(directory, library)
+            return _finished(library, infill, boundaries)
         except InputError as error:
             raise InputError(f'{name}: {error}') from error
 
@@ -153,6 +152,27 @@ class Tokenizer:
     def sha256(self) -> str:
         """Returns the SHA-256 of `tokenizer.json`."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def boundary_names(self) -> dict[str, Any]:
+        """Texts of the tokens at the beginning and the end of a text, and the files and keys that name them."""
+        boundaries = self.boundaries
+        return {
+            'end_of_text': [self.special_tokens[index].content for index in boundaries.stops],
+            'end_of_text_source': boundaries.end_source,
+            'beginning_of_text': [self.special_tokens[index].content for index in boundaries.beginning],
+            'beginning_of_text_source': boundaries.beginning_source,
+        }
+
+    def describe_boundaries(self) -> dict[str, str]:
+        """Returns `end of text` and, if there is one, `beginning of text`, with their sources."""
+        names = self.boundary_names
+        labels = {'end of text': 'end_of_text', 'beginning of text': 'beginning_of_text'}
+        return {
+            label: f'{" ".join(f"`{token}`" for token in names[key])} ({names[f"{key}_source"]})'
+            for label, key in labels.items()
+            if names[key]
+        }
 
     @property
     def context_free_prefix(self) -> list[int]:
@@ -194,7 +214,7 @@ class Tokenizer:
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode_batch` computed by the library, the reference for the fast encoders."""
-        encoded = _encode_batch(self._library, texts)
+        encoded = encode_batch(self._library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
                 self._check_ids(text, ids)
@@ -209,7 +229,7 @@ class Tokenizer:
         library = self._after_special if after_special else self._inside
         if library is self._library:
             return self.encode_batch(texts)
-        return _encode_batch(library, texts)
+        return encode_batch(library, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids. Special tokens appear by name; bytes that are not UTF-8 become U+FFFD."""
@@ -326,43 +346,6 @@ def _finished(library: tokenizers.Tokenizer, infill: bool, boundaries: TextBound
     if infill:
         add_infill_tokens(library)
     return Tokenizer(library, boundaries)
-
-
-def only_map(library: tokenizers.Tokenizer) -> None:
-    """Switches off options of a tokenizer.json that do not belong to the mapping from text to ids."""
-    library.no_truncation()
-    library.no_padding()
-    if getattr(library.model, 'dropout', None) is not None:
-        library.model.dropout = None
-
-
-def _encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    try:
-        with catch_panics('tokenizers'):
-            encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
-    except Exception as error:  # the library raises bare Exception
-        for text in texts:
-            if (place := surrogate_in(text)) >= 0:
-                raise InputError(f'the text is not valid UTF-8 at character {place}; remove the character') from error
-        raise InputError(f'the tokenizer cannot encode a text: {error}; use another tokenizer') from error
-    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
-
-
-def _refuse_gaps(facts: Any) -> None:
-    """Raises InputError if the ids of a tokenizer.json have large gaps. The library detects other mistakes."""
-    parts = facts if isinstance(facts, dict) else {}
-    model, added = parts.get('model'), parts.get('added_tokens')
-    vocab = model.get('vocab') if isinstance(model, dict) else None
-    # A Unigram vocabulary is a list in the order of the ids.
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))
-    ids += [token.get('id') for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]
-    numbers = {i for i in ids if isinstance(i, int)}
-    largest = max(numbers, default=0)
-    if largest > 2 * len(numbers) + MAX_UNUSED_IDS:
-        raise InputError(
-            f'has {len(numbers):,} tokens with ids up to {largest:,}: the gaps are too large, since a model has a row '
-            'for each id; number the tokens from 0'
-        )
 
 
 def _check_form(spec: str, *, infill: bool) -> None:

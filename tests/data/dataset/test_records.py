@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from maxlm.data.dataset.records import ShardWriter, load_manifest, token_dtype, verify
+from maxlm.data.dataset.records import load_manifest, token_dtype, verify
+from maxlm.data.dataset.shard_writer import ShardWriter
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 
