@@ -39,8 +39,9 @@ class LmEvalModel:
         """Initializes the model. Without `engine`, it cannot generate text."""
         self._model, self._scorer, self._engine, self._show = model, scorer, engine, show
         # Templates write special tokens as text.
-        self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.to_json())
+        self._tokenizer = tokenizers.Tokenizer.from_str(model.tokenizer.marked_json())
         self._tokenizer.encode_special_tokens = model.chat is None
+        # Empty after the use of a chat template, which writes its own.
         self._beginning = list(model.tokenizer.beginning_of_document)
 
     @property
@@ -141,6 +142,7 @@ class LmEvalModel:
         Without `add_generation_prompt`, the text ends after the content of the last message, which the model continues.
         """
         assert self._model.chat is not None, 'applying a chat template requires a model that has one'
+        self._beginning = []
         rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
         text = rendered.spelled(0, len(rendered.text))
         if add_generation_prompt:

@@ -26,7 +26,7 @@ from tests.small import small_config, small_layout
 TOKENIZER = chars_tokenizer(['abcdef \nx:'])
 # Prompts with two solved examples are longer.
 CONTEXT = 48
-PREFIX = TOKENIZER.end_of_document
+PREFIX = [TOKENIZER.end_of_document]
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def slow_record(line, gold, texts, starts):
     """Scores one example with one forward pass per answer."""
     losses, greedy = [], []
     for text, start in zip(texts, starts, strict=True):
-        tokens = [PREFIX, *TOKENIZER.encode_batch([text])[0].tolist()]
+        tokens = [*PREFIX, *TOKENIZER.encode_batch([text])[0].tolist()]
         # The first index after the prefix token. One choice may be the beginning of another.
         num = max(1, len(text) - start)
         tokens = tokens[-(CONTEXT + 1) :]
@@ -173,7 +173,7 @@ def test_answers_are_split_by_tokens(tmp_path):
     (folder / 'eval_data/part/words.jsonl').write_text(json.dumps({'context': ' bad \n', 'continuation': 'cab cafe'}))
     tasks = [task._replace(delimiter=task.delimiter or ' ') for task in open_bundle(str(folder))]
     choice, schema, words = (
-        [[tokenizer.decode(part) for part in request] for request in core._requests(task, 0, tokenizer, 256)]
+        [[tokenizer.decode(part) for part in request] for request in core._requests(task, 0, tokenizer, [256])]
         for task in tasks
     )
     start = tokenizer.decode([256])

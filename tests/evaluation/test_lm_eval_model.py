@@ -7,6 +7,7 @@ import tokenizers
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.lm_eval_model import MAX_TOKENS, LmEvalModel, harness_model
@@ -84,7 +85,7 @@ def test_tokens_before_a_text():
     library.post_processor = tokenizers.processors.TemplateProcessing(
         single='<|im_start|> $A', pair='<|im_start|> $A $B', special_tokens=[('<|im_start|>', 257)]
     )
-    other, _ = make(Tokenizer(library))
+    other, _ = make(Tokenizer(library, TextBoundaries(256, (256,), (257,))))
     assert other.prefix_token_id == 257
     assert other.tok_encode('ab') == [257, 97, 98]
     assert other.tok_encode('ab', add_special_tokens=False) == [97, 98]

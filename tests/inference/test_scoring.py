@@ -248,9 +248,9 @@ def test_windows_equal_those_of_lm_eval(length):
     utils = pytest.importorskip('lm_eval.utils')
     tokens = list(range(100, 100 + length))
     theirs = utils.get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
-    assert windows(tokens, 0, 8) == [tuple(utils.make_disjoint_window(pair)) for pair in theirs]
+    assert windows(tokens, [0], 8) == [tuple(utils.make_disjoint_window(pair)) for pair in theirs]
     # Each token is scored once.
-    assert [token for span in windows(tokens, 0, 8) for token in span.continuation] == tokens
+    assert [token for span in windows(tokens, [0], 8) for token in span.continuation] == tokens
 
 
 def test_spans_that_cannot_be_scored(found):

@@ -26,7 +26,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     if tokenizer.kind in ('bytes', 'chars'):
         return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
     # The numbers of an ids tokenizer may be separated by any amount of whitespace.
-    return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.to_json()))
+    return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.marked_json()))
 
 
 def _longest(facts: dict[str, Any]) -> int | None:

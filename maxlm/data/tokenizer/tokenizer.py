@@ -145,8 +145,12 @@ class Tokenizer:
         Path(path).write_text(self.to_json(), encoding='utf-8')
 
     def to_json(self) -> str:
-        """Returns the content of `tokenizer.json`."""
+        """Returns the content of `tokenizer.json` as its author wrote it, without options that do not affect ids."""
         return self._json + '\n'
+
+    def marked_json(self) -> str:
+        """Returns `to_json` in which all tokens are marked as special that no text is encoded to."""
+        return self._library.to_str(pretty=True) + '\n'
 
     @property
     def sha256(self) -> str:
@@ -191,7 +195,7 @@ class Tokenizer:
     @functools.cached_property
     def ids_sha256(self) -> str:
         """Returns the SHA-256 of the mapping from text to ids, which includes the tokens that are marked as special."""
-        return hashlib.sha256(f'{self._library.to_str(pretty=True)}\n'.encode()).hexdigest()
+        return hashlib.sha256(self.marked_json().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text without the end of document: uint32 arrays [number of tokens].

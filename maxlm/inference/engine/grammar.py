@@ -78,7 +78,7 @@ class Grammars:
         tokenizer = self._tokenizer
         if tokenizer.kind == 'ids':
             raise InputError('grammar: the tokens of this model have no text; remove the grammar')
-        source: Any = tokenizer.to_json()
+        source: Any = tokenizer.marked_json()
         if tokenizer.kind == 'chars':
             source = _library().TokenizerWrapper(_CharTokenizer(tokenizer))
         try:
