@@ -67,7 +67,9 @@ def record(model):
             return
         file = Path(path)
         facts = (
-            parse_json(file.read_bytes()) if file.is_file() else {'machine': {**machine(), **VERSIONS}, 'models': {}}
+            parse_json(file.read_bytes())
+            if file.is_file()
+            else {'machine': {**machine(), 'devices': 1, **VERSIONS}, 'models': {}}
         )
         facts['models'].setdefault(model.original.name, {})[name] = float(f'{value:.3g}')
         file.write_text(json.dumps(facts, indent=1) + '\n')
