@@ -20,7 +20,7 @@ import sys
 from maxlm.config.schema import ExportConfig
 from maxlm.config.validation import CHOICES
 from maxlm.errors import ArgumentParser, exit_code
-from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE, GGUF_DTYPES, SAFETENSORS_DTYPES
+from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 CHECKPOINT = 'workdir (newest step), WORKDIR@STEP, or directory of one step'
@@ -82,7 +82,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='local directory for the files before upload, if --output is a URL (%(default)s)',
     )
     exporter.add_argument(
-        '--dtype', choices=SAFETENSORS_DTYPES, default=DEFAULT_DTYPE, help='dtype of the weights (%(default)s)'
+        '--dtype',
+        choices=('auto', *SAFETENSORS_DTYPES),
+        default='auto',
+        help='dtype of the weights (%(default)s: that of the imported model, or bfloat16)',
     )
     exporter.add_argument('--max-shard-size', default='1GB', help='maximum size of a file, e.g. 500MB (%(default)s)')
     adapter = command(

@@ -22,7 +22,6 @@ from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
-from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.load import load_model
@@ -219,14 +218,14 @@ class Model:
         return -sum(score.log_prob for score in self._scorer.score(requests)) / len(ids)
 
     def save_pretrained(
-        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = DEFAULT_DTYPE
+        self, directory: str | os.PathLike[str], *, architecture: str = 'auto', dtype: str = 'auto'
     ) -> None:
         """Writes the model in the format of Hugging Face Transformers, as `maxlm hf export` does.
 
         Args:
             directory: directory to create.
             architecture: a model type of Transformers, or `auto`.
-            dtype: type of the tensors: float32, bfloat16 or float16.
+            dtype: type of the tensors: float32, bfloat16 or float16; `auto`: that of the imported model, or bfloat16.
 
         Raises:
             InputError: the directory exists, or no architecture of Transformers can express the model.

@@ -22,7 +22,7 @@ from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.workdir.files import CONFIG, EXPORT_FILES, TEXT_FILES
+from maxlm.workdir.files import CONFIG, MODEL_FILES
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
@@ -80,7 +80,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     if weights_only:
         rewritten.unlink(missing_ok=True)
     # A run that resumes from the step appends to the metrics.
-    sibling_files = dict.fromkeys((CONFIG, *TEXT_FILES, *EXPORT_FILES, *(() if weights_only else (METRICS,))))
+    sibling_files = (CONFIG, *MODEL_FILES, *(() if weights_only else (METRICS,)))
     files += [file for name in sibling_files for file in _sibling_file(workdir, name, output.resolve())]
     total = sum(file.bytes for file in files)
     missing = [file for file in files if not file.is_complete]

@@ -70,7 +70,7 @@ def execute(options: argparse.Namespace) -> int:
     output = display_path(options.output) if upload else exported.directory
     print(
         f'{output}: {exported.class_name} of {exported.parameters:,} parameters, '
-        f'{format_bytes(exported.bytes)} in {options.dtype}'
+        f'{format_bytes(exported.bytes)} in {exported.dtype}'
     )
     if not upload:
         print_next('maxlm', 'serve', f'--checkpoint={output}')

@@ -226,7 +226,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 # Values of model.activation with two input projections.
-GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai', 'geglu_tanh')
+GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai', 'geglu', 'geglu_tanh', 'reglu')
 
 
 def projections(model: ModelConfig) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.families import FAMILIES
+from maxlm.config.families import FAMILIES, GATED_ACTIVATIONS
 from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
@@ -33,7 +33,7 @@ CHOICES = {
     'model.norm_placement': ('pre', 'post', 'both'),
     'model.qk_norm_scope': ('head', 'projection'),
     'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope'),
-    'model.activation': ('gelu', 'gelu_tanh', 'swiglu', 'swiglu_oai', 'geglu_tanh', 'relu2'),
+    'model.activation': ('gelu', 'gelu_tanh', 'relu', 'relu2', 'silu', *GATED_ACTIVATIONS),
     'model.router_score': ('softmax', 'sigmoid'),
     'model.expert_group_score': ('max', 'top2'),
     'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'megablox', 'loop'),

@@ -6,6 +6,7 @@ model's settings, regardless of the name of its family.
 
 from __future__ import annotations
 
+import json
 import re
 import typing
 from collections.abc import Iterable, Mapping
@@ -15,6 +16,7 @@ from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import (
+    GPT2,
     GPT_NEOX,
     NANOCHAT,
     QWEN3,
@@ -22,8 +24,8 @@ from maxlm.huggingface.architectures.architecture import (
     same_rotated_dims,
     stated,
 )
-from maxlm.huggingface.architectures.dense import QWEN2, SMOLLM3
-from maxlm.huggingface.architectures.experts import DEEPSEEK_V2, QWEN3_MOE
+from maxlm.huggingface.architectures.dense import GEMMA3, QWEN2, SMOLLM3
+from maxlm.huggingface.architectures.experts import DEEPSEEK_V2
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.numbers import NUMBERS
@@ -52,6 +54,9 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
             f'weights in {" or ".join(METHODS)}'
         )
+    for key, wanted in (('is_causal', True), ('per_layer_config', None)):
+        if values.get(key, wanted) not in (wanted, None, {}):
+            raise config.error(key, f'not supported; use a model without {key}, or with {key}={json.dumps(wanted)}')
     if kind in ARCHITECTURES and not ARCHITECTURES[kind].expert_keys:
         for key in _EXPERTS:
             if config.integer(key, 0, null=0):
@@ -122,7 +127,20 @@ def unsupported_settings(model: ModelConfig, row: Architecture) -> list[str]:
     unsupported = [stated(model, key) for key, value in fixed.items() if getattr(model, key) != value]
     if model.activation not in row.activations.values():
         unsupported.insert(0, stated(model, 'activation'))
+    unsupported += _unsupported_biases(model, row)
     return unsupported + [found for limit in row.limits if (found := limit(model))]
+
+
+def _unsupported_biases(model: ModelConfig, row: Architecture) -> list[str]:
+    """Returns the settings of biases that an architecture cannot express."""
+    keys: dict[str, bool] = {}
+    for part, value in row.biases.items():
+        has_bias = model.has_bias(part)
+        wanted = keys.setdefault(value[0], has_bias) if isinstance(value, tuple) else value
+        if has_bias != wanted:
+            key = 'use_bias' if model.use_bias or wanted else f'{part}_bias'
+            return [stated(model, key)]
+    return []
 
 
 def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
@@ -141,6 +159,7 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
         hf_key, _ = row.keys['attention_multiplier']
         config[hf_key] = round(multiplier**-2) if hf_key == _SCALAR else multiplier
     names = (hf_key for hf_key, key in row.activations.items() if key == model.activation)
+    config |= {value[0]: model.has_bias(part) for part, value in row.biases.items() if isinstance(value, tuple)}
     config |= {row.activation[0]: next(names), **row.fixed_keys, **row.extra_keys(model)}
     return config | (to_rope(model, row.model_type) if model.position_embedding == 'rotary' else {})
 
@@ -155,12 +174,11 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     Raises:
         InputError: the model is not supported, or a value is invalid. The message names the keys.
     """
-    if 'num_local_experts' in config and config.get('model_type') == QWEN3_MOE.model_type:
-        # Name in Transformers 5.
-        config = {**config, 'num_experts': config['num_local_experts']}
+    check_supported(Fields(config, source), ARCHITECTURES)
+    row = ARCHITECTURES[config['model_type']]
+    config = {**config, **{key: config[alias] for alias, key in row.aliases.items() if alias in config}}
     fields = Fields(config, source)
-    row = _architecture(fields)
-    model: dict[str, Any] = {'family': row.family, **row.fixed_settings}
+    model: dict[str, Any] = {'family': row.family, **row.fixed_settings, **_biases(fields, row)}
     keys = dict(row.keys)
     if _has_experts(fields, row):
         keys |= row.expert_keys
@@ -177,7 +195,8 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
             read: Any = {int: fields.integer, float: fields.number, bool: fields.flag}[kinds[key]]
             model[key] = read(hf_key, fallback) if null is None else read(hf_key, fallback, null=null)
     for hf_key, value in row.fixed_keys.items():
-        if config.get(hf_key, value) != value:
+        found = config.get(hf_key, value)
+        if found != value and not (found is None and not value):
             raise fields.error(hf_key, f'only {value} is supported for this model')
     name = fields.text(*row.activation)
     if name not in row.activations:
@@ -188,13 +207,11 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
         multiplier = multiplier**-0.5 if row.keys['attention_multiplier'][0] == _SCALAR else multiplier
         head_dim = model['head_dim'] or max(1, model['dim'] // model['num_heads'])
         model['attention_multiplier'] = 0.0 if multiplier == head_dim**-0.5 else multiplier
+    elif row is GPT2:
+        model['attention_multiplier'] = 0.0 if fields.flag('scale_attn_weights', True) else 1.0
     if 'ffn_dim' not in keys:
         # All layers have experts.
         model['ffn_dim'] = model['expert_ffn_dim'] if row.expert_keys else 0
-    if row.has_mlp_bias and fields.flag('mlp_bias', False) != model['use_bias']:
-        raise fields.error(
-            'mlp_bias', f'differs from attention_bias={model["use_bias"]}; only equal values are supported'
-        )
     if model['position_embedding'] == 'rotary':
         model |= from_rope(fields, row.model_type, model['max_positions'])
         head_dim, fraction = model['dim'] // model['num_heads'], model['partial_rotary_factor']
@@ -234,9 +251,10 @@ def _limits_groups(fields: Fields) -> bool:
     return method == 'group_limited_greedy'
 
 
-def _architecture(fields: Fields) -> Architecture:
-    check_supported(fields, ARCHITECTURES)
-    return ARCHITECTURES[fields.text('model_type', '')]
+def _biases(fields: Fields, row: Architecture) -> dict[str, bool]:
+    parts = {part: fields.flag(*value) if isinstance(value, tuple) else value for part, value in row.biases.items()}
+    uses_all = all(parts.values())
+    return {'use_bias': uses_all, **{f'{part}_bias': value and not uses_all for part, value in parts.items()}}
 
 
 def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
@@ -250,7 +268,9 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     sliding = [window > 0 and layer >= first for layer in range(num_layers)]
     if row.pattern:
         # The former key of Gemma 3: every n-th layer is full.
-        period = fields.integer('sliding_window_pattern', len(row.pattern), null=len(row.pattern))
+        period = len(row.pattern)
+        if row is GEMMA3:
+            period = fields.integer('sliding_window_pattern', period, null=period)
         sliding = [(layer + 1) % period > 0 for layer in range(num_layers)]
     types = fields.values.get('layer_types')
     if types is not None:

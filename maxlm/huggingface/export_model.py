@@ -15,9 +15,16 @@ from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.dense import QWEN2
-from maxlm.huggingface.config_conversion import choose_architecture, to_config
+from maxlm.huggingface.config_conversion import AUTO, choose_architecture
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
+from maxlm.huggingface.original_config import (
+    base_model,
+    choose_dtype,
+    export_config,
+    original_architecture,
+    read_original,
+)
 from maxlm.huggingface.state_dict import Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, shared_copies
 from maxlm.huggingface.tensors.safetensors_io import TensorEntry, entry_bytes, write_tensors
@@ -36,6 +43,7 @@ class Exported(NamedTuple):
     class_name: str
     parameters: int
     bytes: int
+    dtype: str
 
 
 def export_model(
@@ -57,8 +65,8 @@ def export_model(
     Args:
         checkpoint: path as accepted by `find_local_step`.
         output: path of the new directory.
-        architecture: a model_type, or `auto`.
-        dtype: type of the tensors: float32, bfloat16 or float16.
+        architecture: a model_type, or `auto`, which prefers that of the imported model.
+        dtype: type of the tensors: float32, bfloat16 or float16, or `auto`; see `choose_dtype`.
         max_shard_size: maximum bytes of tensors in one file.
         show: whether to show progress.
         workdir: directory of config, tokenizer and metrics; None = that of the checkpoint.
@@ -72,6 +80,10 @@ def export_model(
     step_directory = find_local_step(checkpoint)
     workdir = workdir or step_directory.parent.parent
     config = read_config(workdir)
+    original = read_original(workdir)
+    dtype = choose_dtype(dtype, original)
+    if architecture == AUTO:
+        architecture = original_architecture(original, config.model)
     row = choose_architecture(config.model, architecture)
     rows = tensors(row.model_type, config.model)
     with_mtp = row.model_type in MTP_ARCHITECTURES
@@ -84,8 +96,8 @@ def export_model(
             'AutoTokenizer of Transformers splits text for Qwen2 models by rules of its own; load this tokenizer with '
             'transformers.PreTrainedTokenizerFast'
         )
-    # Versions of Transformers before 5 read `torch_dtype`.
-    settings = {**to_config(config.model, architecture), **text.ids, 'dtype': dtype, 'torch_dtype': dtype}
+    step = int(step_directory.name)
+    settings = export_config(original, config.model, row, ids=text.ids, dtype=dtype, is_trained=step > 0)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if with_mtp:
         by_name = {tensor.name: tensor for tensor in rows}
@@ -93,11 +105,12 @@ def export_model(
     card = model_card(
         name or directory.name,
         workdir=workdir,
-        step=int(step_directory.name),
+        step=step,
         config=config,
         architecture=row,
         dtype=dtype,
         parameters=parameters,
+        base=base_model(original),
     )
     # Consecutive tensors of experts have the same source.
     read = functools.lru_cache(maxsize=1)(reader.read)
@@ -115,7 +128,7 @@ def export_model(
         write_tensors(
             partial, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=lambda name: bar.update()
         )
-    return Exported(directory, row.class_name, parameters, size)
+    return Exported(directory, row.class_name, parameters, size, dtype)
 
 
 def _tensor_maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:

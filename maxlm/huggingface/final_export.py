@@ -12,9 +12,8 @@ from maxlm.checkpoint.manager import saved_steps
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
-from maxlm.huggingface.config_conversion import choose_architecture
+from maxlm.huggingface.config_conversion import AUTO, choose_architecture
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
-from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE
 from maxlm.log import logger
 from maxlm.storage.atomic import check_new
 from maxlm.storage.filesystem import display_path, is_url
@@ -144,7 +143,7 @@ class FinalExport:
             str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
             str(directory),
             architecture=self._architecture,
-            dtype=DEFAULT_DTYPE,
+            dtype=AUTO,
             max_shard_size=MAX_SHARD_BYTES,
             show=True,
             workdir=self._workdir,
@@ -154,7 +153,7 @@ class FinalExport:
             self._upload.finish(show=True)
         text = (
             f'exported {exported.class_name} of {exported.parameters:,} parameters ({format_bytes(exported.bytes)} in '
-            f'{DEFAULT_DTYPE}) to {self._shown}'
+            f'{exported.dtype}) to {self._shown}'
         )
         logger.info(text)
         self._record_event('exported', text, step=step, targets=self._targets)

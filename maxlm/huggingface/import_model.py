@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.huggingface.original_config import kept_config
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors
 from maxlm.huggingface.tensors.mtp import MTP_ARCHITECTURES, count_modules, shared_copies
@@ -26,7 +28,7 @@ from maxlm.huggingface.tokenizer_files import files_for_import
 from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.storage.check_directory import check_entries
-from maxlm.workdir.files import CONFIG, EXPORT_FILES, TOKENIZER
+from maxlm.workdir.files import CONFIG, EXPORT_FILES, HF_CONFIG, TOKENIZER
 
 
 class Imported(NamedTuple):
@@ -88,6 +90,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         progress_bar('import', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
+        (partial / HF_CONFIG).write_text(json.dumps(kept_config(values, directory), indent=2), encoding='utf-8')
         for name, content in text.files.items():
             (partial / name).write_bytes(content)
 

@@ -21,7 +21,15 @@ NAME = 'README.md'
 
 
 def model_card(
-    name: str, *, workdir: Path, step: int, config: Config, architecture: Architecture, dtype: str, parameters: int
+    name: str,
+    *,
+    workdir: Path,
+    step: int,
+    config: Config,
+    architecture: Architecture,
+    dtype: str,
+    parameters: int,
+    base: str = '',
 ) -> str:
     """Returns the text of the card. It contains only the last component of paths, and does not depend on the date.
 
@@ -30,12 +38,13 @@ def model_card(
         workdir, step, config: the run and its exported step.
         architecture, dtype: architecture and type of the export.
         parameters: number of parameters.
+        base: name of the imported model on the Hugging Face Hub; '' = unknown or none.
 
     Raises:
         InputError: metrics.jsonl is corrupt.
     """
     parts = [
-        _front_matter(architecture),
+        _front_matter(architecture, base),
         f'# {name}\n',
         f'A language model of {format_si(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported '
         f'for Transformers as `{architecture.class_name}`.\n'
@@ -50,18 +59,20 @@ def model_card(
         ),
     ]
     if step:
-        parts += ['## Training\n', _table(_training_facts(workdir, step, config))]
-    parts += [
-        '<details><summary>Full configuration</summary>\n',
-        f'```json\n{json.dumps(_without_paths(config), indent=2)}\n```\n',
-        '</details>',
-    ]
+        parts += [
+            '## Training\n',
+            _table(_training_facts(workdir, step, config)),
+            '<details><summary>Settings that differ from the defaults</summary>\n',
+            f'```json\n{json.dumps(_changed_settings(config), indent=2)}\n```\n',
+            '</details>',
+        ]
     return '\n'.join(parts) + '\n'
 
 
-def _front_matter(architecture: Architecture) -> str:
+def _front_matter(architecture: Architecture, base: str) -> str:
+    based_on = f'base_model: {base}\n' if base else ''
     tags = ''.join(f'- {tag}\n' for tag in ('maxlm', 'jax', architecture.model_type))
-    return f'---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{tags}---\n'
+    return f'---\nlibrary_name: transformers\npipeline_tag: text-generation\n{based_on}tags:\n{tags}---\n'
 
 
 def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
@@ -148,13 +159,20 @@ def _training_data(workdir: Path, config: Config) -> str:
     return data
 
 
-def _without_paths(config: Config) -> dict[str, dict[str, object]]:
+def _changed_settings(config: Config) -> dict[str, dict[str, object]]:
+    """Returns the sections of a config without defaults and without directories of paths."""
     values = dataclasses.asdict(config)
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
     paths = (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to'))
     for section, key in (*paths, ('distill', 'teacher'), ('distill', 'logits_dir')):
         values[section][key] = Path(values[section][key]).name
-    return values
+    changed: dict[str, dict[str, object]] = {}
+    for section, defaults in dataclasses.asdict(Config()).items():
+        # The architecture's keys have no defaults of their own; the table of the model lists them.
+        if section != 'teacher':
+            found = {key: value for key, value in values[section].items() if value != defaults[key]}
+            changed |= {section: found} if found else {}
+    return changed
 
 
 def _table(facts: dict[str, str]) -> str:

@@ -7,11 +7,14 @@ written. Formulas: Transformers, `modeling_rope_utils.py`; maxlm: `maxlm/model/l
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from maxlm.config.schema import ModelConfig
+from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields
+from maxlm.log import logger
 
 DEFAULT_THETA = 10_000.0
 # Default of rope_parameters of gpt-oss.
@@ -129,12 +132,17 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         theta_key, fraction_key, fraction = 'rotary_emb_base', 'rotary_pct', NEOX_FRACTION
     theta = rope.number('rope_theta', config.number(theta_key, DEFAULT_THETAS.get(architecture, DEFAULT_THETA)))
     fraction = rope.number('partial_rotary_factor', config.number(fraction_key, fraction))
-    if architecture not in (NEOX, PHI3) and fraction != 1:
-        raise (rope if 'partial_rotary_factor' in values else config).error(
-            'partial_rotary_factor', f'{architecture} rotates all dims of a head; must be 1.0'
-        )
-    settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction, **local}
     kind = rope.text('rope_type', rope.text('type', 'default'))
+    if architecture not in (NEOX, PHI3) and fraction != 1:
+        message = (rope if 'partial_rotary_factor' in values else config).error(
+            'partial_rotary_factor', f'{architecture} models rotate all dims of a head'
+        )
+        if kind != 'default':
+            # Transformers fails to run such a model.
+            raise InputError(f'{message}; set it to 1.0')
+        _warn_once(f'{message} in Transformers, which ignores the key, and so does maxlm')
+        fraction = 1.0
+    settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction, **local}
     if architecture == PHI3 and kind in ('su', 'yarn'):
         # Former names.
         kind = 'longrope'
@@ -181,6 +189,11 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if architecture in DEEPSEEK:
             settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _by_layer_type(config: Fields, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:

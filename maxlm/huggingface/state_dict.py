@@ -246,7 +246,7 @@ QUERY_KEY_VALUE = tuple(f'blocks.attention.{name}' for name in ('query', 'key', 
 def _norm(name: str, path: str, model: ModelConfig) -> Iterator[_TensorSpec]:
     if model.norm_use_scale:
         yield _TensorSpec(f'{name}.weight', (f'{path}.scale',), _identity(model.dim))
-        if model.norm == 'layernorm' and model.use_bias:
+        if model.norm == 'layernorm' and model.has_bias('norm'):
             yield _TensorSpec(f'{name}.bias', (f'{path}.bias',), _identity(model.dim))
 
 
@@ -296,8 +296,9 @@ def _neox_block(model: ModelConfig) -> Iterator[_TensorSpec]:
     yield from _norm('layers.#.input_layernorm', 'blocks.attention_norm', model)
     yield from _norm('layers.#.post_attention_layernorm', 'blocks.feedforward_norm', model)
     yield _TensorSpec('layers.#.attention.query_key_value.weight', kernels, _interleaved_qkv(N, H, (D,)))
-    yield _TensorSpec('layers.#.attention.query_key_value.bias', biases, _interleaved_qkv(N, H, ()))
-    yield from _linear('layers.#.attention.dense', 'blocks.attention.out', (N, H), (D,), use_bias=True)
+    if use_bias := model.has_bias('qkv'):
+        yield _TensorSpec('layers.#.attention.query_key_value.bias', biases, _interleaved_qkv(N, H, ()))
+    yield from _linear('layers.#.attention.dense', 'blocks.attention.out', (N, H), (D,), use_bias=use_bias)
     yield from _linear('layers.#.mlp.dense_h_to_4h', 'blocks.feedforward.up', (D,), (F,), use_bias=True)
     yield from _linear('layers.#.mlp.dense_4h_to_h', 'blocks.feedforward.down', (F,), (D,), use_bias=True)
 
@@ -333,15 +334,14 @@ def _llama_feedforward(model: ModelConfig) -> Iterator[_TensorSpec]:
     if model.num_experts:
         yield from _layer_specs(experts(model, ExpertNames()))
         return
-    D, F, use_bias = model.dim, model.ffn_dim, bool(model.use_bias)
-    if model.activation not in GATED_ACTIVATIONS:
-        # Names of StarCoder2.
-        yield from _linear('layers.#.mlp.c_fc', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
-        yield from _linear('layers.#.mlp.c_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
-        return
-    yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
-    yield from _linear('layers.#.mlp.up_proj', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
-    yield from _linear('layers.#.mlp.down_proj', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
+    D, F, use_bias = model.dim, model.ffn_dim, model.has_bias('mlp')
+    is_gated = model.activation in GATED_ACTIVATIONS
+    # Names of Llama, and of StarCoder2.
+    up, down = ('up_proj', 'down_proj') if is_gated else ('c_fc', 'c_proj')
+    if is_gated:
+        yield from _linear('layers.#.mlp.gate_proj', 'blocks.feedforward.gate', (D,), (F,), use_bias=use_bias)
+    yield from _linear(f'layers.#.mlp.{up}', 'blocks.feedforward.up', (D,), (F,), use_bias=use_bias)
+    yield from _linear(f'layers.#.mlp.{down}', 'blocks.feedforward.down', (F,), (D,), use_bias=use_bias)
 
 
 def _layer_specs(found: Iterator[LayerTensor]) -> Iterator[_TensorSpec]:
@@ -372,13 +372,13 @@ def _deepseek_block(model: ModelConfig) -> Iterator[_TensorSpec]:
 
 
 def _llama_attention(model: ModelConfig, query_key_layout: Callable[[Shape, Shape], _Layout]) -> Iterator[_TensorSpec]:
-    D, N, K, H, use_bias = model.dim, model.num_heads, model.num_kv_heads, model.head_dim, bool(model.use_bias)
-    qkv_bias = use_bias or bool(model.qkv_bias)
+    D, N, K, H = model.dim, model.num_heads, model.num_kv_heads, model.head_dim
     layouts = (query_key_layout, query_key_layout, _transposed)
     for letter, heads, path, layout in zip('qkv', (N, K, K), QUERY_KEY_VALUE, layouts, strict=True):
         name = f'layers.#.self_attn.{letter}_proj'
-        yield from _linear(name, path, (D,), (heads, H), use_bias=qkv_bias, layout=layout)
-    yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=use_bias)
+        yield from _linear(name, path, (D,), (heads, H), use_bias=model.has_bias('qkv'), layout=layout)
+    out_bias = model.has_bias('out')
+    yield from _linear('layers.#.self_attn.o_proj', 'blocks.attention.out', (N, H), (D,), use_bias=out_bias)
 
 
 def _nanochat_block(model: ModelConfig) -> Iterator[_TensorSpec]:

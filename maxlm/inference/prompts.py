@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat.jinja import ChatError
+from maxlm.data.documents.messages import parse_messages
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
@@ -36,18 +36,26 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     return [*beginning, prefix_id, *prefix_ids.tolist(), suffix_id, *suffix_ids.tolist(), middle_id]
 
 
-def chat_prompt(model: LoadedModel, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_prompt(
+    model: LoadedModel, messages: Sequence[Mapping[str, Any]] | str, *, tools: Sequence[Any] = ()
+) -> list[int]:
     """Returns the token ids of a conversation, followed by the generation prompt of the assistant.
 
+    Args:
+        model: the model.
+        messages: messages, or their JSON text; see `maxlm.data.documents.messages`.
+        tools: tools for the chat template, in the form of `parse_tools`.
+
     Raises:
-        InputError: the model has no chat template, or the template rejects the messages.
+        InputError: the model has no chat template, a message is malformed, or the template rejects the messages.
     """
-    if model.chat is None:
-        raise InputError(
-            f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
-            f'(maxlm.prepare --format=chat) or imported with a chat template'
-        )
     try:
-        return model.chat.encode_prompt([dict(message) for message in messages]).tolist()
-    except ChatError as error:
+        turns = parse_messages(messages, 'messages')
+        if model.chat is None:
+            raise InputError(
+                f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
+                f'(maxlm.prepare --format=chat) or imported with a chat template'
+            )
+        return model.chat.encode_prompt(turns, tools=tools).tolist()
+    except ValueError as error:
         raise InputError(str(error)) from error

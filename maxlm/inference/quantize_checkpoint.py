@@ -23,7 +23,7 @@ from maxlm.errors import InputError
 from maxlm.log import progress_bar
 from maxlm.model.layers.weight_only_quantization import Weights
 from maxlm.storage.atomic import check_new, check_space, new_directory
-from maxlm.workdir.files import CONFIG, EXPORT_FILES, TEXT_FILES, read_config
+from maxlm.workdir.files import CONFIG, MODEL_FILES, read_config
 
 
 class Quantized(NamedTuple):
@@ -126,7 +126,7 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
         progress_bar('quantize', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(quantized), encoding='utf-8')
-        for name in dict.fromkeys((*TEXT_FILES, *EXPORT_FILES)):
+        for name in MODEL_FILES:
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
 

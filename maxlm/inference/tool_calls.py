@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from maxlm.storage.json_text import parse_json
+from maxlm.data.documents.tool_calls import parse_arguments
+from maxlm.storage.json_text import parse_json, to_json
 
 BEGIN, END = '<tool_call>', '</tool_call>'
+# A JSON string, the rest of a line or text after a quotation mark without an end, or the end of a call.
+_STRING_OR_END = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|\\?\Z)?|' + END)
 # Chat templates write the object with `json.dumps`.
 _WHITESPACE = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
 
@@ -75,15 +79,18 @@ class ToolCallParser:
         pieces: list[str | ToolCall] = []
         while True:
             before, begin, after = self._rest.partition(BEGIN)
-            body, end, rest = after.partition(END)
-            call = self._parse(body) if end else None
-            if not begin or not end:
+            if END not in after:
                 break
-            if call is None:
-                pieces.append(before + begin + body + end)
+            stop = _end_of_call(after)
+            if stop is None and not is_last:
+                break
+            call = None if stop is None else self._parse(after[:stop])
+            if call is None or stop is None:
+                stop = after.index(END)
+                pieces.append(before + begin + after[:stop] + END)
             else:
                 pieces += [piece for piece in (before.rstrip(), call) if piece]
-            self._rest = rest
+            self._rest = after[stop + len(END) :]
         held = 0 if is_last else self._num_held()
         content, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
         # Line breaks between and after calls are no content.
@@ -106,6 +113,17 @@ class ToolCallParser:
             return None
         if not isinstance(call, dict) or not isinstance(call.get('name'), str):
             return None
+        arguments = call.get('arguments')
+        try:
+            # Some models write the arguments as a string.
+            shown = arguments if isinstance(arguments, list | int | float) else parse_arguments(arguments)
+            found = ToolCall(f'call_{uuid.uuid4().hex}', call['name'], to_json(shown))
+        except ValueError:
+            return None
         self.num_calls += 1
-        arguments = json.dumps(call.get('arguments', {}), ensure_ascii=False)
-        return ToolCall(f'call_{uuid.uuid4().hex}', call['name'], arguments)
+        return found
+
+
+def _end_of_call(text: str) -> int | None:
+    """Returns the position of the first END outside of JSON strings; None if it may still follow."""
+    return next((found.start() for found in _STRING_OR_END.finditer(text) if found.group() == END), None)

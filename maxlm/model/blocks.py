@@ -60,6 +60,7 @@ class Context(NamedTuple):
         cache_indices: slots of this call's keys and values in the cache, by window of the layer.
         rotary: angles of the positions; None without rotary embedding.
         local_rotary: angles for the layers with a sliding window.
+        score_divisor: additional divisor of the attention scores, a float32 scalar; None: 1.
     """
 
     masks: dict[int, jax.Array | None]
@@ -68,11 +69,12 @@ class Context(NamedTuple):
     cache_indices: dict[int, CacheIndices | None]
     rotary: Rotary | None
     local_rotary: Rotary | None
+    score_divisor: jax.Array | None = None
 
-    def for_layer(self, kind: str) -> Context:
-        """Returns the context with the angles of a layer, whose kind is its letter in `model.attention_pattern`."""
+    def for_layer(self, kind: str, score_divisor: jax.Array | None = None) -> Context:
+        """Returns the context with the values of a layer, whose kind is its letter in `model.attention_pattern`."""
         rotary = {'L': self.rotary, 'S': self.local_rotary, 'N': None}[kind]
-        return self._replace(rotary=rotary)
+        return self._replace(rotary=rotary, score_divisor=score_divisor)
 
 
 class Block(nnx.Module):
@@ -119,6 +121,7 @@ class Block(nnx.Module):
                 tree=context.tree,
                 cache_indices=context.cache_indices[window],
                 rotary=context.rotary,
+                score_divisor=context.score_divisor,
                 window=window,
                 cache=cache,
             )
@@ -167,6 +170,7 @@ def run_layers(
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
     first_layers: Mapping[int, int] | None = None,
+    first_layer: jax.Array | int = 0,
 ) -> tuple[jax.Array, dict[int, Cache] | None, RouterStats | None]:
     """Runs consecutive layers in order.
 
@@ -181,6 +185,7 @@ def run_layers(
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
         first_layers: index of the first of these layers in the cache of each window; None: 0.
+        first_layer: index of the first of these layers in the model.
 
     Returns:
         The stream, the updated caches, and the statistics of the routers, stacked over the layers.
@@ -190,7 +195,8 @@ def run_layers(
     # Index of each layer in the cache of its window.
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
-    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers))
+    divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
+    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
 
     def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
         window = window_of(kind, config)
@@ -199,11 +205,12 @@ def run_layers(
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
-            block, slots, key, number = jax.tree.map(lambda leaf: leaf[index], inputs)
+            block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
-            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, context.for_layer(kind), window, layer_cache, key)
+            layer_context = context.for_layer(kind, divisor)
+            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
             return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
@@ -248,8 +255,9 @@ def run_layers_unrolled(
     """
     updated = []
     layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
-    for graph, kind, window, block, parts in layers:
-        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, context.for_layer(kind), window, LayerCache(parts, 0), None)
+    for index, (graph, kind, window, block, parts) in enumerate(layers):
+        layer_context = context.for_layer(kind, jnp.float32(index + 1) if config.attention_scale_by_layer else None)
+        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
         updated.append(cache.blocks)
     return x_BTD, updated
 

@@ -162,7 +162,16 @@ class Decoder(nnx.Module):
                 windows = layer_windows(config)
                 firsts = {window: windows[:num_dense].count(window) for window in windows}
                 x_BTD, cache, router = run_layers(
-                    graph, config, self.partitioning, kinds[num_dense:], x_BTD, context, inputs_L, cache, firsts
+                    graph,
+                    config,
+                    self.partitioning,
+                    kinds[num_dense:],
+                    x_BTD,
+                    context,
+                    inputs_L,
+                    cache,
+                    firsts,
+                    num_dense,
                 )
                 router = jax.tree.map(lambda leaf: leaf[None], router)
         hidden_BTD = self.final_norm(x_BTD)
@@ -302,7 +311,16 @@ class Decoder(nnx.Module):
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, num_dense + first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
             inputs_L = (blocks, None, keys)
-            x_BTD, _, router = run_layers(graph, config, self.partitioning, kinds, x_BTD, context, inputs_L)
+            x_BTD, _, router = run_layers(
+                graph,
+                config,
+                self.partitioning,
+                kinds,
+                x_BTD,
+                context,
+                inputs_L,
+                first_layer=num_dense + first_layer,
+            )
             return x_BTD, router
 
         def run_dense(inputs: Any) -> jax.Array:

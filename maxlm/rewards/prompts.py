@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.documents.conversation import parse_messages
+from maxlm.data.documents.messages import parse_messages, text_or_messages
+from maxlm.data.documents.null_fields import present_fields
+from maxlm.data.documents.tools import TOOLS, tools_of
 from maxlm.data.formats.jsonl import read_objects
 from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -29,8 +31,6 @@ from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER
 
 # Keys of the prompt; a line has exactly one of them.
 PROMPT_KEYS = ('prompt', 'messages')
-# Key of the tools for the chat template.
-TOOLS = 'tools'
 
 
 class Prompts(NamedTuple):
@@ -149,11 +149,12 @@ def _encode(
     entry: Mapping[str, Any], encoder: ChatEncoder | Tokenizer, more_tools: Sequence[Mapping[str, Any]]
 ) -> np.ndarray:
     """Returns the ids of a prompt, uint32 [number of tokens]. ValueError or InputError if the entry is not a prompt."""
+    entry = present_fields(entry)
     present = [key for key in PROMPT_KEYS if key in entry]
     if len(present) != 1:
         raise ValueError(f'must have either "prompt" or "messages"; found {", ".join(entry) or "nothing"}')
     (key,) = present
-    text = entry[key]
+    text = text_or_messages(entry[key])
     if key == 'prompt' and isinstance(text, str):
         if not text:
             raise ValueError('"prompt" is empty; it must contain text')
@@ -164,7 +165,7 @@ def _encode(
             return np.concatenate([np.array(encoder.beginning_of_document, ids.dtype), ids])
         messages = [{'role': 'user', 'content': text}]
     else:
-        messages = parse_messages(entry, key)
+        messages = parse_messages(text, key)
     if isinstance(encoder, Tokenizer):
         raise ValueError(
             'the prompt consists of messages, but the model has no chat template; start from a model trained on '
@@ -172,7 +173,4 @@ def _encode(
         )
     if not messages or messages[-1]['role'] == 'assistant':
         raise ValueError(f'{key!r} must end with a message for the assistant to answer')
-    tools = entry.get(TOOLS) or []
-    if not isinstance(tools, list):
-        raise ValueError(f'"tools" must be a list, not {type(tools).__name__}')
-    return encoder.encode_prompt(messages, tools=[*tools, *more_tools])
+    return encoder.encode_prompt(messages, tools=[*tools_of(entry), *more_tools])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
+from maxlm.data.documents.messages import MessageError, normalize_message
 from maxlm.data.tokenizer.longest_token import longest_token
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -24,11 +25,11 @@ from maxlm.serving.schema.generation import (
     CompletionRequest,
     Message,
     RequestBase,
+    check_sizes,
     completion_prompts,
-    message_text,
 )
 from maxlm.serving.schema.response_format import response_schema
-from maxlm.serving.schema.tools import call_options, prompt_calls
+from maxlm.serving.schema.tools import call_options
 
 
 class ModelDetails(NamedTuple):
@@ -176,20 +177,7 @@ def conversation_ids(
             param='messages',
             code='no_chat_template',
         )
-    turns = [
-        {
-            'role': message.role,
-            'content': message_text(message, number, max_parts=served.engine.max_context),
-            **({'name': message.name} if message.name else {}),
-            **({'tool_call_id': message.tool_call_id} if message.tool_call_id else {}),
-            **(
-                {'tool_calls': prompt_calls(message.tool_calls, f'messages[{number}].tool_calls')}
-                if message.tool_calls
-                else {}
-            ),
-        }
-        for number, message in enumerate(messages)
-    ]
+    turns = [_turn(message, number, served) for number, message in enumerate(messages)]
     try:
         rendered = served.chat.render_prompt(turns, tools=tools)
         # Check the length after rendering, because a template may omit much of its input.
@@ -197,6 +185,16 @@ def conversation_ids(
         return served.chat.encode_rendered(rendered).tolist()
     except (ChatError, InputError) as error:
         raise ApiError(400, f'messages: {error}', param='messages') from error
+
+
+def _turn(message: Message, number: int, served: ServedModel) -> dict[str, Any]:
+    """Returns a message in the form that chat templates take, as training does. Raises ApiError."""
+    check_sizes(message, number, max_parts=served.engine.max_context)
+    try:
+        return normalize_message({key: value for key, value in message if key != 'weight'})
+    except MessageError as error:
+        param = f'messages[{number}].{error.field}'
+        raise ApiError(400, f'{param}: {error.problem}', param=param) from error
 
 
 def check_size(text: str, served: ServedModel, param: str) -> None:

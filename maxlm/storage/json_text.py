@@ -1,4 +1,4 @@
-"""Parses untrusted JSON."""
+"""Parses untrusted JSON, and writes JSON that every parser accepts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,26 @@ def parse_json(text: str | bytes) -> Any:
     if decoded.count('[') + decoded.count('{') > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
     return value
+
+
+def to_json(value: Any) -> str:
+    """Returns the JSON text of a value, spelled as by the filter `tojson` of chat templates.
+
+    Raises:
+        ValueError: the value contains NaN, an infinity, an unpaired surrogate, or an object that is no JSON value.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError('an unpaired surrogate is not valid text; remove it') from None
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError:
+        raise ValueError('JSON has no NaN, Infinity or number beyond 1.8e308') from None
+    return text
 
 
 def parse_lines(content: bytes) -> Iterator[tuple[int, Any]]:

@@ -14,13 +14,14 @@ import jax
 
 from maxlm.checkpoint.fetch import THREADS, fetch_checkpoint
 from maxlm.checkpoint.listing import list_checkpoints, resolve_checkpoint
-from maxlm.checkpoint.manager import saved_steps
+from maxlm.checkpoint.manager import find_step, saved_steps
 from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig, Config
 from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.log import Console, logger
 from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.runtime.heartbeat import Heartbeats
+from maxlm.storage.atomic import replace_file
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
@@ -31,7 +32,7 @@ from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, steps_to_delete
 from maxlm.training.run_control import RunControl
-from maxlm.workdir.files import CONFIG, check_same_model, model_difference, open_workdir, write_run_files
+from maxlm.workdir.files import CONFIG, HF_CONFIG, check_same_model, model_difference, open_workdir, write_run_files
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 
@@ -60,6 +61,15 @@ class RunContext(NamedTuple):
         if decisions.num_steps:
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, num_steps=decisions.num_steps))
         write_run_files(self.workdir, config, tokenizer)
+        if config.train.init_from and not (self.workdir / HF_CONFIG).exists():
+            self._keep_original(config.train.init_from)
+
+    def _keep_original(self, init_from: str) -> None:
+        """Copies the config.json of an imported model, so that an export of the run keeps its keys."""
+        origin = find_step(init_from, key='train.init_from').parent.parent / HF_CONFIG
+        # The file is missing if the model is not imported.
+        with contextlib.suppress(OSError, StorageError):
+            replace_file(self.workdir / HF_CONFIG, read_bytes(str(origin), limit=MAX_TEXT_BYTES).decode())
 
     def open_metrics(
         self, start: int, trackers: Sequence[Tracker], on_write: Callable[[int, Mapping[str, float]], None]

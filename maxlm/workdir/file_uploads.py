@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from maxlm.log import RUN_LOG
 from maxlm.storage.bucket import Bucket
 from maxlm.storage.download import RemoteFile, fetch_file
-from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, SAMPLES_FILE, TEXT_FILES, goodput_name
+from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, MODEL_FILES, SAMPLES_FILE, goodput_name
 from maxlm.workdir.files import EVENTS_FILE as EVENTS
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
@@ -18,7 +18,7 @@ from maxlm.workdir.upload_state import UploadState
 
 # A run that resumes on another machine downloads these files.
 NAMES = (
-    *(CONFIG, *TEXT_FILES),
+    *(CONFIG, *MODEL_FILES),
     *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, EXPERT_LOADS_FILE, WANDB_ID),
 )
 # Upload-only files: every attempt of a run writes new ones.

@@ -25,8 +25,6 @@ TOKENIZER = 'tokenizer.json'
 TEXT_BOUNDARIES = 'text_boundaries.json'
 # Exists in runs on conversations.
 CHAT_TEMPLATE = 'chat_template.jinja'
-# Files that determine how the model reads and ends text.
-TEXT_FILES = (TOKENIZER, TEXT_BOUNDARIES, CHAT_TEMPLATE)
 METRICS_FILE = 'metrics.jsonl'
 SAMPLES_FILE = 'samples.jsonl'
 EXPERT_LOADS_FILE = 'expert_loads.jsonl'
@@ -36,7 +34,11 @@ WANDB_ID_FILE = 'wandb_id'
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'
 GENERATION = 'generation_config.json'
+# The config.json of the imported model, whose name is that of the run's config.
+HF_CONFIG = 'hf_config.json'
 EXPORT_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
+# Files that belong to the model, in addition to its config.
+MODEL_FILES = (TOKENIZER, TEXT_BOUNDARIES, HF_CONFIG, *EXPORT_FILES)
 
 
 def goodput_name(process: int) -> str:
@@ -108,7 +110,7 @@ def read_config(workdir: Path) -> Config:
             workdir.
     """
     path = workdir / CONFIG
-    check_entries(workdir, (CONFIG, *TEXT_FILES))
+    check_entries(workdir, (CONFIG, *MODEL_FILES))
     try:
         is_remote = is_url(str(path))
         return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))

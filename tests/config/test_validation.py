@@ -47,7 +47,7 @@ def model_config(**settings):
         ),
         ({'residual_multiplier': 0.0}, ['residual_multiplier=0.0']),
         ({'logit_softcap': -1.0}, ['logit_softcap=-1.0', 'at least 0']),
-        ({'activation': 'relu'}, ['relu', 'relu2']),
+        ({'activation': 'tanh'}, ['tanh', 'relu2']),
         ({'init': 'xavier'}, ['xavier', 'uniform']),
     ],
 )

@@ -53,6 +53,27 @@ TEXTS = {
     'x <tool_call>\n{"name": 1}</tool_call> y': ['x <tool_call>\n{"name": 1}</tool_call> y'],
     'x <tool_call>\n{"na': ['x <tool_call>\n{"na'],
     '<tool_call>[]</tool_call>': ['<tool_call>[]</tool_call>'],
+    # Strings may contain the markers of calls.
+    '<tool_call>{"name": "f", "arguments": {"a": "x</tool_call>\\n<tool_call>"}}</tool_call> y': [
+        ('f', {'a': 'x</tool_call>\n<tool_call>'}),
+        ' y',
+    ],
+    f'<tool_call>{{"name": "f", "arguments": {{"a\\"</tool_call>": "\\\\"}}}}</tool_call>{NOW}': [
+        ('f', {'a"</tool_call>': '\\'}),
+        ('now', {}),
+    ],
+    # A string without an end does not hide later calls.
+    f'<tool_call>{{"name": "f</tool_call> {NOW}': ['<tool_call>{"name": "f</tool_call>', ('now', {})],
+    f'<tool_call>{{"name": "f\\</tool_call>{NOW}': ['<tool_call>{"name": "f\\</tool_call>', ('now', {})],
+    # Numbers and characters that are not JSON.
+    **{
+        text: [text]
+        for value in ('NaN', '1e400', '-Infinity', '"\\ud800"')
+        for text in [f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>']
+    },
+    '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>': [('f', {'a': 1})],
+    '<tool_call>{"name": "f", "arguments": null}</tool_call>': [('f', {})],
+    '<tool_call>{"name": "f"}</tool_call>': [('f', {})],
 }
 
 
@@ -82,3 +103,8 @@ def test_content_is_not_withheld_longer_than_necessary():
     assert parser.feed(f' {ADD[:30]}', is_last=False) == []
     (call,) = parser.feed(ADD[30:], is_last=False)
     assert call.fields['function'] == {'name': 'add', 'arguments': '{"a": 12}'}
+    # A line break cannot be part of a string, so the call is malformed.
+    assert parser.feed(' <tool_call>{"name": "f\n</tool_call> a', is_last=False) == [
+        ' <tool_call>{"name": "f\n</tool_call>',
+        ' a',
+    ]

@@ -113,7 +113,7 @@ def test_long_prompts_are_skipped(tmp_path, caplog):
         ({'messages': [user('x'), {'role': 'assistant', 'content': 'y'}]}, 'must end with'),
         ({'messages': [{'role': 'nobody', 'content': 'x'}]}, "the role 'nobody'"),
         ({'messages': [user(None)]}, 'is missing; add it'),
-        ({'prompt': 'x', 'tools': 'y'}, '"tools" must be a list, not str'),
+        ({'prompt': 'x', 'tools': 'y'}, "'tools' is a text that is not JSON"),
     ],
 )
 def test_errors_name_the_line_of_an_invalid_prompt(tmp_path, line, message):

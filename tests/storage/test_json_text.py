@@ -1,10 +1,11 @@
 """Tests that any JSON text gives a value or a ValueError."""
 
+import datetime
 import json
 
 import pytest
 
-from maxlm.storage.json_text import MAX_DEPTH, parse_json, parse_lines, strings_in
+from maxlm.storage.json_text import MAX_DEPTH, parse_json, parse_lines, strings_in, to_json
 
 BRACKETS = [('[', ']'), ('{"a":', '}'), ('[{"a":', '}]')]
 
@@ -34,6 +35,24 @@ def test_wide_is_not_deep():
 def test_not_json(text):
     with pytest.raises(ValueError):
         parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ('value', 'reason'),
+    [
+        (float('nan'), 'no NaN'),
+        ({'a': [-float('inf')]}, 'no NaN'),
+        (parse_json('1e400'), 'number beyond'),
+        ('\ud800', 'surrogate'),
+        ({'\udfff': 1}, 'surrogate'),
+        (datetime.date(2024, 1, 1), 'not JSON serializable'),
+    ],
+)
+def test_values_that_are_not_json_are_not_written(value, reason):
+    with pytest.raises(ValueError, match=reason):
+        to_json(value)
+    value = {'é': [1, 2.5, None, '"']}
+    assert to_json(value) == '{"é": [1, 2.5, null, "\\""]}'
 
 
 def test_lines_end_at_newlines_only():

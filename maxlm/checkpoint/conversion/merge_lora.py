@@ -33,7 +33,7 @@ from maxlm.model.decoder import Decoder
 from maxlm.model.layers.lora import LORA_A, LORA_B, adapter_scale
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.storage.atomic import check_new, check_space, new_directory
-from maxlm.workdir.files import CONFIG, EXPORT_FILES, TEXT_FILES, read_config
+from maxlm.workdir.files import CONFIG, MODEL_FILES, read_config
 
 
 class MergeResult(NamedTuple):
@@ -187,7 +187,7 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
         progress_bar('merge', total=steps, unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(_merged_config(config, str(source / CONFIG))), encoding='utf-8')
-        for name in dict.fromkeys((*TEXT_FILES, *EXPORT_FILES)):
+        for name in MODEL_FILES:
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
 

@@ -139,19 +139,25 @@ class ModelConfig:
     residual_multiplier: float = FAMILY
     # Factor of the attention scores q·k; 0 = 1 / sqrt(head_dim).
     attention_multiplier: float = FAMILY
+    # Divide the attention scores of layer i by i, counted from 1 (GPT-2 models of Karamcheti et al. 2021, "Mistral").
+    attention_scale_by_layer: bool = False
     # Soft-cap attention scores to ±attention_softcap with tanh; 0 = off.
     attention_softcap: float = FAMILY
     # Divisor of the logits, before the soft cap.
     logits_scaling: float = FAMILY
     # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
     logit_softcap: float = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | swiglu | swiglu_oai (clamped, as in gpt-oss) | geglu_tanh |
-    # relu2.
+    # Activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | silu, or with a gate swiglu | swiglu_oai
+    # (clamped, as in gpt-oss) | geglu | geglu_tanh | reglu.
     activation: str = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
     # Biases in the projections of queries, keys and values, also if use_bias is false.
     qkv_bias: bool = FAMILY
+    # The same for attention's output projection, for the feed-forward, and for LayerNorm.
+    out_bias: bool = False
+    mlp_bias: bool = False
+    norm_bias: bool = False
     # Attention and feed-forward read the same input, and their outputs are added together.
     parallel_residual: bool = FAMILY
     # Use the transposed embedding as the output projection.
@@ -206,3 +212,8 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Returns the width of a value head of a resolved model."""
         return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    def has_bias(self, part: str) -> bool:
+        """Returns True if a part of a resolved model has biases: `qkv`, `out` (of attention), `mlp` or `norm`."""
+        parts = {'qkv': self.qkv_bias, 'out': self.out_bias, 'mlp': self.mlp_bias, 'norm': self.norm_bias}
+        return bool(self.use_bias or parts[part])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from maxlm.data.chat.escape import special_token_pattern
 from maxlm.data.chat.jinja import ChatError, Rendered, Span
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
 from maxlm.data.chat.token_flags import TokenDocument, encode_flags
-from maxlm.data.documents.conversation import Conversation, Message
+from maxlm.data.documents.conversation import Conversation
 from maxlm.data.documents.document import Document
+from maxlm.data.documents.messages import CALLS, Message
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.storage.regular_files import read_text
@@ -183,6 +185,7 @@ class ChatEncoder:
         rendered = self.template.render_with_spans(
             conversation.messages, special=tuple(self._special), tools=conversation.tools
         )
+        _refuse_lost_calls(conversation, rendered)
         wanted = [
             learned
             for message, learned in zip(conversation.messages, conversation.learned, strict=True)
@@ -240,3 +243,20 @@ class ChatEncoder:
             ]
             for document in documents
         ]
+
+
+def _refuse_lost_calls(conversation: Conversation, rendered: Rendered) -> None:
+    """Raises ChatError if a turn with loss lacks one of its tool calls, so that an empty answer would be trained."""
+    turns = [
+        (message.get(CALLS, ()), learned)
+        for message, learned in zip(conversation.messages, conversation.learned, strict=True)
+        if message['role'] == 'assistant'
+    ]
+    whole = Span(0, len(rendered.text))
+    spans = rendered.assistant_spans if len(rendered.assistant_spans) == len(turns) else [whole] * len(turns)
+    for (calls, learned), span in zip(turns, spans, strict=True):
+        text = rendered.spelled(*span) if calls and learned else ''
+        for call in calls if learned else ():
+            name = call['function']['name']
+            if name not in text and json.dumps(name)[1:-1] not in text:
+                raise ChatError(f'the chat template does not show the tool call {name!r}; use a template that does')

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.data.documents.conversation import ROLES
+from maxlm.data.documents.messages import ROLES, text_or_messages
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 
 # Fields that may contain messages, and fields of a message that contain its role.
 MESSAGE_FIELDS = ('messages', 'conversations', 'prompt', 'completion', 'chosen', 'rejected')
@@ -39,10 +41,10 @@ def with_usual_names(entry: Any, options: ReadOptions) -> Any:
         return entry
     field = options.messages_field
     if field and field in entry:
-        messages = entry[field]
+        messages = _decoded(entry[field])
         is_sharegpt = isinstance(messages, list) and any(isinstance(m, dict) and 'from' in m for m in messages)
         rest = {key: value for key, value in entry.items() if key not in (field, 'messages', 'conversations')}
-        entry = {**rest, 'conversations' if is_sharegpt else 'messages': messages}
+        entry = {**rest, 'conversations' if is_sharegpt else 'messages': entry[field]}
     if options.roles:
         roles = dict(options.roles)
         entry = {key: _renamed(value, roles) if key in MESSAGE_FIELDS else value for key, value in entry.items()}
@@ -58,7 +60,22 @@ def list_fields(entry: Any) -> str:
     return f'it has {", ".join(names[:MAX_FIELDS_LISTED])}{more}' if names else 'it has no fields'
 
 
+def _decoded(value: Any) -> Any:
+    """Returns the value of a JSON text of a list or an object; other values are unchanged."""
+    try:
+        found = parse_json(value) if isinstance(value, str) and value.lstrip()[:1] in ('[', '{') else value
+    except ValueError:
+        return value
+    return [_decoded(item) for item in found] if isinstance(found, list) else found
+
+
 def _renamed(messages: Any, roles: Mapping[str, str]) -> Any:
+    if isinstance(messages, str):
+        found = _decoded(messages)
+        renamed = found if isinstance(found, str) else _renamed(found, roles)
+        text = json.dumps(renamed, ensure_ascii=False)
+        # A text that contains no messages is not changed.
+        return messages if renamed == found or isinstance(text_or_messages(text), str) else text
     if isinstance(messages, list):
         return [_renamed(message, roles) for message in messages]
     if not isinstance(messages, dict):

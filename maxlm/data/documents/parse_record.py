@@ -8,6 +8,8 @@ from typing import Any
 from maxlm.data.documents.conversation import FORMATS, has_completion, has_format, parse_completion, parse_conversation
 from maxlm.data.documents.document import Document
 from maxlm.data.documents.field_names import list_fields, with_usual_names
+from maxlm.data.documents.label import LABEL
+from maxlm.data.documents.null_fields import present_fields
 from maxlm.data.documents.preference import FORMATS as PREFERENCE_FORMATS
 from maxlm.data.documents.preference import has_preference, parse_preference
 from maxlm.data.documents.read_options import ReadOptions
@@ -15,12 +17,13 @@ from maxlm.data.documents.read_options import ReadOptions
 # Fields of conversations and preference pairs.
 RECORD_FIELDS = (
     *('messages', 'conversations', 'system', 'tools', 'instruction', 'input', 'output', 'prompt', 'completion'),
-    *('chosen', 'rejected', 'question', 'label'),
+    *('functions', 'chosen', 'rejected', 'question', LABEL),
 )
 
 
 def entry_format(entry: Any, options: ReadOptions) -> str:
     """Returns the format of a record: `preference`, `chat` or `text`. The default is `text`."""
+    entry = present_fields(entry)
     if isinstance(entry, dict) and options.messages_field and options.messages_field in entry:
         return 'chat'
     if _has_text(entry, options.text_key):
@@ -31,7 +34,8 @@ def entry_format(entry: Any, options: ReadOptions) -> str:
 
 def columns_format(columns: Collection[str], options: ReadOptions) -> str:
     """Returns the format of rows with these columns."""
-    return entry_format(dict.fromkeys(columns, ''), options)
+    # A column of labels identifies preferences, as a label in JSONL does.
+    return entry_format({column: True if column == LABEL else '' for column in columns}, options)
 
 
 def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> Document:
@@ -40,14 +44,15 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     Raises:
         ValueError: the record has no valid content in the format of `options`. The message is one line.
     """
-    named = with_usual_names(entry, options)
+    named = with_usual_names(present_fields(entry), options)
     if options.format == 'preference':
         preference = parse_preference(named)
         if preference is None:
             raise ValueError(f'no preference: a record must have {PREFERENCE_FORMATS}; {list_fields(entry)}')
         return Document(name, source, preference.text, preference=preference, metadata=_scalars(entry))
     has_text = _has_text(entry, options.text_key)
-    has_messages = isinstance(entry, dict) and bool(options.messages_field) and options.messages_field in entry
+    field = options.messages_field
+    has_messages = isinstance(entry, dict) and bool(field) and entry.get(field) is not None
     if options.format == 'chat' or (options.format == 'auto' and (has_messages or not has_text)):
         return _parse_chat(name, source, entry, named, options)
     if not has_text:

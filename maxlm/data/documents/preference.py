@@ -5,6 +5,7 @@ r"""Preferences: a prompt with a chosen and a rejected answer, or one answer wit
     implicit    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common prefix
     dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, with a common prefix (Anthropic's HH)
     labeled     {"prompt": "…", "completion": "…", "label": true}, or messages; false marks a rejected answer
+    labeled     {"messages": [{"role": "user", …}, {"role": "assistant", …}], "label": true}, as in LLaMA-Factory
 
 A prompt is a text or messages at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`. An
 answer is a text, a message or messages. Messages have OpenAI's or ShareGPT's format. `tools` and `system` have the
@@ -18,11 +19,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.documents.conversation import Conversation, Message, make_conversation, parse_messages, system_of
+from maxlm.data.documents.conversation import (
+    Conversation,
+    has_format,
+    make_conversation,
+    record_messages,
+    system_of,
+)
+from maxlm.data.documents.label import LABEL, parse_label
+from maxlm.data.documents.messages import Message, message_text, parse_messages, text_or_messages
 
-# Required keys of a pair and of an answer with a label, and alternative keys of a pair's prompt.
+# Required keys of a pair and of an answer without messages, and alternative keys of a pair's prompt.
 ANSWERS = ('chosen', 'rejected')
-LABELED = ('prompt', 'completion', 'label')
+COMPLETION = ('prompt', 'completion')
 PROMPTS = ('prompt', 'question', 'instruction', 'conversations')
 # Description of a preference in error messages.
 FORMATS = (
@@ -54,9 +63,9 @@ class Preference:
 
     @property
     def text(self) -> str:
-        """Contents of the messages, with the prompt once. See `Conversation.text`."""
+        """Contents and tool calls of the messages, with the prompt once. See `Conversation.text`."""
         first, *rest = self.conversations
-        others = (message['content'] for other in rest for message in other.messages[self.prompt :])
+        others = (message_text(message) for other in rest for message in other.messages[self.prompt :])
         return '\n\n'.join([first.text, *others])
 
     @property
@@ -64,7 +73,7 @@ class Preference:
         """Returns True if no answer is empty."""
         return all(
             any(
-                learned and (message['content'].strip() or message.get('tool_calls') or message.get('function_call'))
+                learned and message_text(message).strip()
                 for message, learned in zip(conversation.messages, conversation.learned, strict=True)
             )
             for conversation in self.conversations
@@ -73,11 +82,18 @@ class Preference:
 
 def has_preference(entry: Any) -> bool:
     """Returns True if a record has the keys of a pair of answers, or of an answer with a label."""
-    return isinstance(entry, dict) and (all(key in entry for key in ANSWERS) or _has_label(entry))
+    return isinstance(entry, dict) and (_is_pair(entry) or _has_label(entry))
+
+
+def _is_pair(entry: Mapping[str, Any]) -> bool:
+    return all(key in entry for key in ANSWERS)
 
 
 def _has_label(entry: Mapping[str, Any]) -> bool:
-    return all(key in entry for key in LABELED) and isinstance(entry['label'], bool)
+    try:
+        return has_format(entry) and parse_label(entry) is not None
+    except ValueError:
+        return False
 
 
 def parse_preference(entry: Any) -> Preference | None:
@@ -86,12 +102,13 @@ def parse_preference(entry: Any) -> Preference | None:
     Raises:
         ValueError: the preference is malformed. The message is one line and does not include the record.
     """
-    if not has_preference(entry):
+    if not isinstance(entry, dict):
         return None
-    prompt = _prompt(entry)
     # A pair with a label is a pair.
-    if not all(key in entry for key in ANSWERS):
-        return _parse_labeled(entry, prompt)
+    if not _is_pair(entry):
+        label = parse_label(entry) if has_format(entry) else None
+        return None if label is None else _parse_labeled(entry, is_good=label)
+    prompt = _prompt(entry)
     answers = [_answer(entry, key) for key in ANSWERS]
     whole = [answer[0]['role'] != 'assistant' for answer in answers]
     if any(whole):
@@ -114,17 +131,21 @@ def parse_preference(entry: Any) -> Preference | None:
     return Preference(chosen, rejected, len(prompt))
 
 
-def _parse_labeled(entry: Mapping[str, Any], prompt: Sequence[dict[str, Any]]) -> Preference:
-    answer = _answer(entry, 'completion')
-    if answer[0]['role'] != 'assistant':
-        raise ValueError("'completion' must begin with a message of the assistant")
-    if not prompt:
-        raise ValueError("'prompt' contains no messages; add one")
-    prompt = _with_system(entry, prompt)
+def _parse_labeled(entry: Mapping[str, Any], *, is_good: bool) -> Preference:
+    if all(key in entry for key in COMPLETION):
+        prompt, answer = _prompt(entry), _answer(entry, 'completion')
+        if answer[0]['role'] != 'assistant':
+            raise ValueError("'completion' must begin with a message of the assistant")
+        if not prompt:
+            raise ValueError("'prompt' contains no messages; add one")
+        prompt = _with_system(entry, prompt)
+    else:
+        messages, _ = record_messages(entry)
+        prompt, answer = messages[:-1], messages[-1:]
+        if not prompt or answer[0]['role'] != 'assistant':
+            raise ValueError(f'{LABEL!r} marks the last message, which must be an answer of the assistant to a prompt')
     conversation = _conversation(entry, 'completion', prompt, answer)
-    if entry['label']:
-        return Preference(conversation, None, len(prompt))
-    return Preference(None, conversation, len(prompt))
+    return Preference(conversation, None, len(prompt)) if is_good else Preference(None, conversation, len(prompt))
 
 
 def _with_system(entry: Mapping[str, Any], prompt: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,8 +171,8 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     key = next((key for key in PROMPTS if entry.get(key) is not None), None)
     if key is None:
         return []
-    if not isinstance(text := entry[key], str):
-        return parse_messages(entry, key)
+    if not isinstance(text := text_or_messages(entry[key]), str):
+        return parse_messages(text, key)
     if key == 'instruction' and entry.get('input'):
         text = f'{text}\n\n{entry["input"]}'
     messages = _dialogue(text) or [{'role': 'user', 'content': text}]
@@ -161,10 +182,10 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Returns the messages of an answer, or of the conversation that ends with it; at least one."""
-    answer = entry[key]
+    answer = text_or_messages(entry[key])
     if isinstance(answer, str):
         return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
-    messages = parse_messages({key: [answer] if isinstance(answer, dict) else answer}, key)
+    messages = parse_messages([answer] if isinstance(answer, dict) else answer, key)
     if not messages:
         raise ValueError(f'{key!r} contains no messages; add one')
     return messages

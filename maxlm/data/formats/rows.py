@@ -8,6 +8,7 @@ from typing import Any
 
 from maxlm.data.documents.document import Document, OnBad
 from maxlm.data.documents.field_names import list_fields
+from maxlm.data.documents.null_fields import present_fields
 from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
@@ -22,8 +23,7 @@ def row_document(
     name = f'{file.name}:{place}'
     try:
         if options.format != 'text':
-            # A struct column of messages contains the fields of all messages, so unused fields are None.
-            entry = without_none(plain(dict(row)))
+            entry = present_fields(plain(dict(row)))
             if not record_fields(list(entry), options):
                 return
             document = entry_document(name, file.source, entry, options)
@@ -59,13 +59,6 @@ def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
         return list(dict.fromkeys((options.text_key, *options.metadata_keys)))
     wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
     return [column for column in columns if column in wanted]
-
-
-def without_none(value: Any) -> Any:
-    """Returns a JSON value without object fields that are None."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def checked_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:

@@ -12,17 +12,29 @@ from typing import Any
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 
-GELUS = {
-    'gelu_new': 'gelu_tanh',
+_GELUS = {
     'gelu_pytorch_tanh': 'gelu_tanh',
+    'gelu_new': 'gelu_tanh',
     'gelu_fast': 'gelu_tanh',
     'gelu_accurate': 'gelu_tanh',
     'gelu_python_tanh': 'gelu_tanh',
     'gelu': 'gelu',
     'gelu_python': 'gelu',
-    'relu2': 'relu2',
 }
-SWIGLU = {'silu': 'swiglu', 'swish': 'swiglu'}
+# Activations of a feed-forward without and with a gate.
+PLAIN = {**_GELUS, 'relu': 'relu', 'relu2': 'relu2', 'silu': 'silu', 'swish': 'silu'}
+GATED = {
+    'silu': 'swiglu',
+    'swish': 'swiglu',
+    'relu': 'reglu',
+    **{name: {'gelu': 'geglu', 'gelu_tanh': 'geglu_tanh'}[kind] for name, kind in _GELUS.items()},
+}
+
+
+NO_BIASES: Mapping[str, bool | tuple[str, bool]] = {'qkv': False, 'out': False, 'mlp': False}
+_ATTENTION_BIAS = ('attention_bias', False)
+ATTENTION_BIASES = {**NO_BIASES, 'qkv': _ATTENTION_BIAS, 'out': _ATTENTION_BIAS}
+SEPARATE_BIASES = {**ATTENTION_BIASES, 'mlp': ('mlp_bias', False)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +53,8 @@ class Architecture:
         extra_keys: function from a model to further keys of config.json.
         window: default of `sliding_window`, which all layers have; None = there are no such layers.
         pattern: default of `layer_types`, as `model.attention_pattern`; '' = the key does not exist.
-        has_mlp_bias: the key `mlp_bias` exists. It must equal `attention_bias`.
+        biases: part of `ModelConfig.has_bias` → value, or key of config.json and its default.
+        aliases: other names of keys in config.json (`attribute_map` of Transformers).
         limits: functions that return an unsupported setting of a model as `model.key=value`, or ''.
     """
 
@@ -58,9 +71,14 @@ class Architecture:
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
     window: int | None = None
     pattern: str = ''
-    has_mlp_bias: bool = False
+    biases: Mapping[str, bool | tuple[str, bool]] = dataclasses.field(default_factory=lambda: NO_BIASES)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expert_keys: Mapping[str, tuple[str, Any]] = dataclasses.field(default_factory=dict)
     expert_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def without(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}
 
 
 def stated(model: ModelConfig, key: str) -> str:
@@ -87,6 +105,10 @@ def one_window(model: ModelConfig) -> str:
 
 def rotated_layers(model: ModelConfig) -> str:
     return stated(model, 'attention_pattern') if 'N' in layer_kinds(model) else ''
+
+
+def _scaled_or_plain_scores(model: ModelConfig) -> str:
+    return '' if model.attention_multiplier in (0, 1) else stated(model, 'attention_multiplier')
 
 
 def no_longrope(model: ModelConfig) -> str:
@@ -145,13 +167,14 @@ _PLAIN = {
     'attention_softcap': 0.0,
     'logits_scaling': 1.0,
     'logit_softcap': 0.0,
-    'qkv_bias': False,
+    'attention_scale_by_layer': False,
     'rope_local_theta': 0.0,
     'kv_lora_rank': 0,
     'attention_sinks': False,
     'num_experts': 0,
 }
-LAYERNORM: dict[str, Any] = {'norm': 'layernorm', **_PLAIN, 'use_bias': True}
+LAYERNORM: dict[str, Any] = {'norm': 'layernorm', **_PLAIN}
+LAYERNORM_BIASES = dict.fromkeys(('qkv', 'out', 'mlp', 'norm'), True)
 RMSNORM: dict[str, Any] = {
     'position_embedding': 'rotary',
     'partial_rotary_factor': 1.0,
@@ -174,13 +197,30 @@ GPT2 = Architecture(
         'ffn_dim': ('n_inner', None),
         'norm_epsilon': ('layer_norm_epsilon', 1e-5),
         'tie_embeddings': ('tie_word_embeddings', True),
+        'attention_scale_by_layer': ('scale_attn_by_inverse_layer_idx', False),
     },
     activation=('activation_function', 'gelu_new'),
-    activations=GELUS,
-    fixed_settings={'position_embedding': 'learned', **LAYERNORM, 'parallel_residual': False},
-    fixed_keys={'scale_attn_weights': True, 'scale_attn_by_inverse_layer_idx': False, 'add_cross_attention': False},
-    extra_keys=lambda model: {'embd_pdrop': model.dropout, 'resid_pdrop': model.dropout, 'attn_pdrop': 0.0},
-    limits=(_plain_heads, divided_width, full_context),
+    activations={'gelu_new': 'gelu_tanh', **PLAIN},
+    fixed_settings={
+        'position_embedding': 'learned',
+        **without(LAYERNORM, 'attention_multiplier', 'attention_scale_by_layer'),
+        'parallel_residual': False,
+    },
+    fixed_keys={'add_cross_attention': False},
+    extra_keys=lambda model: {
+        'scale_attn_weights': model.attention_multiplier == 0,
+        'embd_pdrop': model.dropout,
+        'resid_pdrop': model.dropout,
+        'attn_pdrop': 0.0,
+    },
+    limits=(_plain_heads, divided_width, full_context, _scaled_or_plain_scores),
+    biases=LAYERNORM_BIASES,
+    aliases={
+        'hidden_size': 'n_embd',
+        'max_position_embeddings': 'n_positions',
+        'num_attention_heads': 'n_head',
+        'num_hidden_layers': 'n_layer',
+    },
 )
 GPT_NEOX = Architecture(
     'gpt_neox',
@@ -199,23 +239,22 @@ GPT_NEOX = Architecture(
         'max_positions': ('max_position_embeddings', 2048),
     },
     activation=('hidden_act', 'gelu'),
-    activations=GELUS,
+    activations={'gelu': 'gelu', **PLAIN},
     fixed_settings={'position_embedding': 'rotary', **LAYERNORM},
-    fixed_keys={'attention_bias': True},
     extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
     limits=(_plain_heads, divided_width, full_context, _same_rotated_dims, no_longrope),
+    biases={**LAYERNORM_BIASES, 'qkv': ('attention_bias', True), 'out': ('attention_bias', True)},
 )
 LLAMA = Architecture(
     'llama',
     'LlamaForCausalLM',
     'Llama',
     'llama',
-    keys={**DECODER_KEYS, 'use_bias': ('attention_bias', False)},
+    keys=DECODER_KEYS,
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=RMSNORM,
-    extra_keys=lambda model: {'mlp_bias': model.use_bias},
-    has_mlp_bias=True,
+    biases=SEPARATE_BIASES,
     # Heads may have any width in maxlm, but Transformers requires that num_heads divides hidden_size.
     limits=(divided_width, full_context, no_longrope),
 )
@@ -231,8 +270,8 @@ MISTRAL = Architecture(
         'max_positions': ('max_position_embeddings', 4096 * 32),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**RMSNORM, 'use_bias': False},
+    activations=GATED,
+    fixed_settings=RMSNORM,
     extra_keys=window_keys,
     limits=(one_window, no_longrope),
     window=4096,
@@ -251,11 +290,11 @@ QWEN3 = Architecture(
         'max_positions': ('max_position_embeddings', 32_768),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**RMSNORM, 'qk_norm': True, 'use_bias': False},
-    fixed_keys={'attention_bias': False},
+    activations=GATED,
+    fixed_settings={**RMSNORM, 'qk_norm': True},
     extra_keys=qwen_layer_types,
     limits=(rotated_layers, no_longrope),
+    biases=ATTENTION_BIASES,
 )
 # Transformers normalizes queries and keys after the rotation. The rotation preserves their norm, so the order does not
 # matter. It rotates in the opposite direction, which the layout of the tensors compensates.
@@ -274,13 +313,12 @@ NANOCHAT = Architecture(
         'logit_softcap': ('final_logit_softcapping', 15.0),
     },
     activation=('hidden_act', 'relu2'),
-    activations={'relu2': 'relu2', **GELUS},
+    activations={'relu2': 'relu2', **PLAIN},
     fixed_settings={
-        **{key: value for key, value in RMSNORM.items() if key != 'logit_softcap'},
+        **without(RMSNORM, 'logit_softcap'),
         'norm_use_scale': False,
         'qk_norm': True,
         'embedding_norm': True,
-        'use_bias': False,
     },
     fixed_keys={'attention_bias': False},
     limits=(full_context, no_longrope),

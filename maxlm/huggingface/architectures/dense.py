@@ -9,12 +9,16 @@ from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.architectures.architecture import (
+    ATTENTION_BIASES,
     DECODER_KEYS,
-    GELUS,
+    GATED,
     LAYERNORM,
+    LAYERNORM_BIASES,
+    NO_BIASES,
+    PLAIN,
     QWEN3,
     RMSNORM,
-    SWIGLU,
+    SEPARATE_BIASES,
     Architecture,
     divided_width,
     full_context,
@@ -26,12 +30,9 @@ from maxlm.huggingface.architectures.architecture import (
     same_rotated_dims,
     stated,
     window_keys,
+    without,
 )
 from maxlm.model.layers.masks import layer_kinds, layer_windows
-
-
-def without(settings: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in keys}
 
 
 def _no_windows(model: ModelConfig) -> str:
@@ -69,7 +70,6 @@ def _no_rope_layers(model: ModelConfig) -> dict[str, Any]:
         'no_rope_layers': rotated,
         'layer_types': ['full_attention'] * len(kinds),
         'use_sliding_window': False,
-        'mlp_bias': model.use_bias,
         'pad_token_id': None,
     }
 
@@ -80,7 +80,6 @@ _OLMO_SETTINGS = {
     'norm_placement': 'post',
     'qk_norm': True,
     'qk_norm_scope': 'projection',
-    'use_bias': False,
 }
 _OLMO_KEYS = {**DECODER_KEYS, 'vocab_size': ('vocab_size', 50_304), 'norm_epsilon': ('rms_norm_eps', 1e-5)}
 _GEMMA_KEYS = {
@@ -99,9 +98,7 @@ _GEMMA_SETTINGS = {
     **without(RMSNORM, 'attention_multiplier', 'attention_softcap', 'logit_softcap', 'embedding_multiplier'),
     'norm_unit_offset': True,
     'norm_placement': 'both',
-    'use_bias': False,
 }
-_GEMMA_ACTIVATIONS = {'gelu_pytorch_tanh': 'geglu_tanh', 'gelu_new': 'geglu_tanh'}
 
 QWEN2 = Architecture(
     'qwen2',
@@ -110,10 +107,11 @@ QWEN2 = Architecture(
     'qwen2',
     keys={**QWEN3.keys, 'head_dim': ('head_dim', None)},
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**RMSNORM, 'use_bias': False, 'qkv_bias': True},
+    activations=GATED,
+    fixed_settings=RMSNORM,
     extra_keys=qwen_layer_types,
     limits=(rotated_layers, no_longrope),
+    biases={**NO_BIASES, 'qkv': True},
 )
 SMOLLM3 = Architecture(
     'smollm3',
@@ -129,15 +127,14 @@ SMOLLM3 = Architecture(
         'num_kv_heads': ('num_key_value_heads', 4),
         'tie_embeddings': ('tie_word_embeddings', True),
         'max_positions': ('max_position_embeddings', 32_768),
-        'use_bias': ('attention_bias', False),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=RMSNORM,
     fixed_keys={'use_sliding_window': False},
     extra_keys=_no_rope_layers,
     limits=(_no_windows, no_longrope),
-    has_mlp_bias=True,
+    biases=SEPARATE_BIASES,
 )
 OLMO2 = Architecture(
     'olmo2',
@@ -146,10 +143,10 @@ OLMO2 = Architecture(
     'olmo2',
     keys=_OLMO_KEYS,
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=_OLMO_SETTINGS,
-    fixed_keys={'attention_bias': False},
     limits=(divided_width, full_context, no_longrope),
+    biases=ATTENTION_BIASES,
 )
 OLMO3 = Architecture(
     'olmo3',
@@ -158,9 +155,9 @@ OLMO3 = Architecture(
     'olmo3',
     keys=_OLMO_KEYS,
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=without(_OLMO_SETTINGS, 'rope_local_theta'),
-    fixed_keys={'attention_bias': False},
+    biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope),
     window=4096,
@@ -173,20 +170,18 @@ GRANITE = Architecture(
     'granite',
     keys={
         **DECODER_KEYS,
-        'use_bias': ('attention_bias', False),
         'embedding_multiplier': ('embedding_multiplier', 1.0),
         'residual_multiplier': ('residual_multiplier', 1.0),
         'attention_multiplier': ('attention_multiplier', 1.0),
         'logits_scaling': ('logits_scaling', 1.0),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=without(
         RMSNORM, 'embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling'
     ),
-    extra_keys=lambda model: {'mlp_bias': model.use_bias},
     limits=(full_context, no_longrope),
-    has_mlp_bias=True,
+    biases=SEPARATE_BIASES,
 )
 PHI3 = Architecture(
     'phi3',
@@ -202,8 +197,8 @@ PHI3 = Architecture(
         'max_positions': ('max_position_embeddings', 4096),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**without(RMSNORM, 'partial_rotary_factor'), 'use_bias': False},
+    activations=GATED,
+    fixed_settings=without(RMSNORM, 'partial_rotary_factor'),
     extra_keys=lambda model: {
         'sliding_window': max(layer_windows(model)) or None,
         'resid_pdrop': model.dropout,
@@ -226,9 +221,10 @@ GEMMA2 = Architecture(
         'logit_softcap': ('final_logit_softcapping', 30.0),
     },
     activation=('hidden_activation', 'gelu_pytorch_tanh'),
-    activations=_GEMMA_ACTIVATIONS,
+    activations=GATED,
     fixed_settings=_GEMMA_SETTINGS,
-    fixed_keys={'attention_bias': False},
+    fixed_keys={'use_bidirectional_attention': False},
+    biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope, _embedding_by_width, _integer_scalar),
     window=4096,
@@ -245,10 +241,11 @@ GEMMA3 = Architecture(
         'max_positions': ('max_position_embeddings', 131_072),
     },
     activation=('hidden_activation', 'gelu_pytorch_tanh'),
-    activations=_GEMMA_ACTIVATIONS,
+    activations=GATED,
     fixed_settings={**without(_GEMMA_SETTINGS, 'rope_local_theta'), 'qk_norm': True, 'attention_softcap': 0.0},
     # Transformers ignores `attn_logit_softcapping` in Gemma 3.
-    fixed_keys={'attention_bias': False, 'use_bidirectional_attention': False, 'attn_logit_softcapping': None},
+    fixed_keys={'use_bidirectional_attention': False, 'attn_logit_softcapping': None},
+    biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope, _embedding_by_width, _integer_scalar),
     window=4096,
@@ -272,14 +269,14 @@ STARCODER2 = Architecture(
         'max_positions': ('max_position_embeddings', 4096),
     },
     activation=('hidden_act', 'gelu_pytorch_tanh'),
-    activations={'gelu_pytorch_tanh': 'gelu_tanh', **GELUS},
+    activations=PLAIN,
     fixed_settings={
         'position_embedding': 'rotary',
         'partial_rotary_factor': 1.0,
         **LAYERNORM,
         'parallel_residual': False,
     },
-    fixed_keys={'use_bias': True},
+    biases=dict.fromkeys(LAYERNORM_BIASES, ('use_bias', True)) | {'norm': True},
     extra_keys=lambda model: {
         **window_keys(model),
         'embedding_dropout': model.dropout,

@@ -9,9 +9,10 @@ from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.architectures.architecture import (
+    ATTENTION_BIASES,
     DECODER_KEYS,
+    GATED,
     RMSNORM,
-    SWIGLU,
     Architecture,
     divided_width,
     full_context,
@@ -20,8 +21,8 @@ from maxlm.huggingface.architectures.architecture import (
     one_window,
     rotated_layers,
     stated,
+    without,
 )
-from maxlm.huggingface.architectures.dense import without
 from maxlm.model.layers.masks import layer_windows
 
 
@@ -77,7 +78,7 @@ _DEEPSEEK_KEYS = {
     'qk_rope_head_dim': ('qk_rope_head_dim', 64),
     'v_head_dim': ('v_head_dim', 128),
 }
-_DEEPSEEK_SETTINGS = {**without(_EXPERT_SETTINGS, 'kv_lora_rank'), 'use_bias': False}
+_DEEPSEEK_SETTINGS = without(_EXPERT_SETTINGS, 'kv_lora_rank')
 
 # Jiang et al. 2024, "Mixtral of Experts".
 MIXTRAL = Architecture(
@@ -97,12 +98,13 @@ MIXTRAL = Architecture(
         'expert_ffn_dim': ('intermediate_size', 14_336),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**_EXPERT_SETTINGS, 'use_bias': False},
+    activations=GATED,
+    fixed_settings=_EXPERT_SETTINGS,
     expert_settings=_ROUTER,
     extra_keys=lambda model: {'sliding_window': max(layer_windows(model)) or None},
     limits=(_experts, one_window, no_longrope),
     window=0,
+    aliases={'num_experts': 'num_local_experts'},
 )
 # Yang et al. 2025, "Qwen3 Technical Report".
 QWEN3_MOE = Architecture(
@@ -126,16 +128,18 @@ QWEN3_MOE = Architecture(
         'router_normalize': ('norm_topk_prob', False),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
-    fixed_settings={**_EXPERT_SETTINGS, 'qk_norm': True, 'use_bias': False},
+    activations=GATED,
+    fixed_settings={**_EXPERT_SETTINGS, 'qk_norm': True},
     expert_settings=without(_ROUTER, 'router_normalize'),
+    biases=ATTENTION_BIASES,
     fixed_keys={
-        'attention_bias': False,
         'use_sliding_window': False,
         'decoder_sparse_step': 1,
         'mlp_only_layers': [],
     },
     limits=(_experts, full_context, no_longrope),
+    # The name in Transformers 5.
+    aliases={'num_local_experts': 'num_experts'},
 )
 # DeepSeek-AI 2024, "DeepSeek-V2". Transformers does not normalize the scores of the selected experts.
 DEEPSEEK_V2 = Architecture(
@@ -155,7 +159,7 @@ DEEPSEEK_V2 = Architecture(
         'num_groups_per_token': ('topk_group', 1),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=_DEEPSEEK_SETTINGS,
     expert_settings={
         'router_score': 'softmax',
@@ -166,6 +170,7 @@ DEEPSEEK_V2 = Architecture(
     },
     fixed_keys={'attention_bias': False, 'mlp_bias': False, 'norm_topk_prob': False},
     extra_keys=_deepseek_v2_keys,
+    aliases={'num_experts': 'n_routed_experts'},
     limits=(_experts, _latent_attention, _shared_experts, divided_width, full_context, no_longrope),
 )
 # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report". A model whose layers are all dense has no experts.
@@ -195,7 +200,7 @@ DEEPSEEK_V3 = Architecture(
         'num_groups_per_token': ('topk_group', 4),
     },
     activation=('hidden_act', 'silu'),
-    activations=SWIGLU,
+    activations=GATED,
     fixed_settings=_DEEPSEEK_SETTINGS,
     expert_settings={
         'router_score': 'sigmoid',
@@ -205,6 +210,7 @@ DEEPSEEK_V3 = Architecture(
     },
     fixed_keys={'attention_bias': False, 'rope_interleave': True},
     extra_keys=_deepseek_v3_keys,
+    aliases={'num_local_experts': 'n_routed_experts'},
     limits=(_latent_attention, _shared_experts, full_context, no_longrope),
 )
 # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card".
@@ -231,9 +237,11 @@ GPT_OSS = Architecture(
     },
     activation=('hidden_act', 'silu'),
     activations={'silu': 'swiglu_oai'},
-    fixed_settings={**without(_EXPERT_SETTINGS, 'attention_sinks'), 'attention_sinks': True, 'use_bias': True},
+    fixed_settings={**without(_EXPERT_SETTINGS, 'attention_sinks'), 'attention_sinks': True},
     expert_settings={**_ROUTER, 'router_use_bias': True},
-    fixed_keys={'attention_bias': True, 'swiglu_alpha': 1.702, 'swiglu_limit': 7.0},
+    biases={'qkv': ('attention_bias', True), 'out': ('attention_bias', True), 'mlp': True},
+    aliases={'num_experts': 'num_local_experts'},
+    fixed_keys={'swiglu_alpha': 1.702, 'swiglu_limit': 7.0},
     extra_keys=layer_types,
     limits=(_experts, rotated_layers, no_longrope),
     window=128,

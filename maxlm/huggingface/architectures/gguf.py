@@ -144,6 +144,16 @@ _YARN_OF = {
     'gpt-oss': {key: value for key, value in _YARN.items() if key != 'rope_truncate'},
     'deepseek2': {**_YARN, 'rope_attention_factor': 1.0},
 }
+# Activations by kind; others have `swiglu`.
+_ACTIVATIONS = {
+    'starcoder2': 'gelu_tanh',
+    'gemma2': 'geglu_tanh',
+    'gemma3': 'geglu_tanh',
+    'gpt-oss': 'swiglu_oai',
+}
+# Kinds whose files have biases in all projections, and kinds whose files have none.
+_BIASED = ('starcoder2', 'gpt-oss')
+_UNBIASED = ('qwen3', 'qwen3moe', 'olmo2', 'gemma2', 'gemma3', 'phi3', 'deepseek2')
 # Numbers of layers for which llama.cpp expects queries without a latent, as in DeepSeek-V2-Lite.
 _LITE_DEEPSEEK = (26, 27)
 # Layers of the 27B models, for which llama.cpp divides scores by sqrt(dim / num_heads) instead of sqrt(head_dim).
@@ -199,8 +209,14 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if row.kind == 'deepseek2' and bool(model.q_lora_rank) == (model.num_layers in _LITE_DEEPSEEK):
         rank = '0' if model.q_lora_rank else 'a rank above 0'
         return f'model.q_lora_rank={model.q_lora_rank}: {row.kind} files of {model.num_layers} layers require {rank}'
-    if row.kind == 'starcoder2' and model.activation != 'gelu_tanh':
-        return f'model.activation={model.activation}: {row.kind} files require gelu_tanh'
+    activation = _ACTIVATIONS.get(row.kind, 'swiglu')
+    if model.activation != activation:
+        return f'model.activation={model.activation}: {row.kind} files require {activation}'
+    if row.kind in _BIASED and not model.use_bias:
+        return f'model.use_bias=False: {row.kind} files require True'
+    biased = [part for part in ('qkv', 'out', 'mlp') if row.kind in _UNBIASED and model.has_bias(part)]
+    if biased:
+        return f'model.{biased[0]}_bias=True: {row.kind} files have no biases'
     if row.kind == 'olmo2' and model.head_dim * model.num_heads != model.dim:
         return f'model.head_dim={model.head_dim}: {row.kind} files require {model.dim // model.num_heads}'
     if row.kind == 'olmo2' and model.tie_embeddings:

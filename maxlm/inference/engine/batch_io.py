@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxlm.data.documents.null_fields import present_fields
+from maxlm.data.documents.tools import tools_of
 from maxlm.data.formats.jsonl import read_objects
 from maxlm.errors import InputError, os_message
 from maxlm.inference.engine.requests import Completion
@@ -37,8 +39,8 @@ class Line(NamedTuple):
 def read_lines(path: Path, model: LoadedModel) -> list[Line]:
     """Reads a JSONL file and encodes the prompt of each line.
 
-    A line is `{"prompt": TEXT}`, `{"prompt": TEXT, "suffix": TEXT}` for fill-in-the-middle, or `{"messages": [...]}`.
-    Other fields are copied to the output.
+    A line is `{"prompt": TEXT}`, `{"prompt": TEXT, "suffix": TEXT}` for fill-in-the-middle, or `{"messages": [...]}`,
+    optionally with `tools`. Other fields are copied to the output.
 
     Raises:
         InputError: the file cannot be read, or a line has another form. The message names the line.
@@ -47,25 +49,22 @@ def read_lines(path: Path, model: LoadedModel) -> list[Line]:
 
 
 def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
-    if (PROMPT in fields) == (MESSAGES in fields):
+    given = present_fields(fields)
+    if (PROMPT in given) == (MESSAGES in given):
         raise InputError(f'{name}: must be an object with either "{PROMPT}" or "{MESSAGES}"')
     if COMPLETIONS in fields:
         raise InputError(f'{name}: already has "{COMPLETIONS}", the output field; rename or remove it')
-    if MESSAGES in fields:
-        if SUFFIX in fields:
-            raise InputError(f'{name}: "{SUFFIX}" requires "{PROMPT}"')
-        messages = fields[MESSAGES]
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise InputError(f'{name}: "{MESSAGES}" must be a list of objects with "role" and "content"')
-    elif not isinstance(fields[PROMPT], str) or not isinstance(fields.get(SUFFIX, ''), str):
+    if MESSAGES in given and SUFFIX in given:
+        raise InputError(f'{name}: "{SUFFIX}" requires "{PROMPT}"')
+    if PROMPT in given and not all(isinstance(given.get(key, ''), str) for key in (PROMPT, SUFFIX)):
         raise InputError(f'{name}: "{PROMPT}" and "{SUFFIX}" must be strings')
     try:
-        if MESSAGES in fields:
-            return Line(name, fields, chat_prompt(model, fields[MESSAGES]))
-        if SUFFIX in fields:
-            return Line(name, fields, infill_prompt(model.tokenizer, fields[PROMPT], fields[SUFFIX]))
-        return Line(name, fields, text_prompt(model.tokenizer, fields[PROMPT]))
-    except InputError as error:
+        if MESSAGES in given:
+            return Line(name, fields, chat_prompt(model, given[MESSAGES], tools=tools_of(given)))
+        if SUFFIX in given:
+            return Line(name, fields, infill_prompt(model.tokenizer, given[PROMPT], given[SUFFIX]))
+        return Line(name, fields, text_prompt(model.tokenizer, given[PROMPT]))
+    except (InputError, ValueError) as error:
         raise InputError(f'{name}: {error}') from error
 
 

@@ -29,8 +29,6 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         D, N, K, H = config.dim, config.num_heads, config.num_kv_heads, config.head_dim
-        use_bias = bool(config.use_bias)
-        qkv_bias = use_bias or bool(config.qkv_bias)
         init = initializers(config)
 
         def into_heads(name: str, heads: int, axis: str) -> Linear:
@@ -40,7 +38,7 @@ class Attention(nnx.Module):
                 in_axes=('embed',),
                 out_axes=(axis, 'head_dim'),
                 init=init.projection,
-                use_bias=qkv_bias,
+                use_bias=config.has_bias('qkv'),
                 matmul=config.matmul_precision,
                 partitioning=partitioning,
                 rngs=rngs,
@@ -56,7 +54,7 @@ class Attention(nnx.Module):
             in_axes=('heads', 'head_dim'),
             out_axes=('embed',),
             init=init.residual,
-            use_bias=use_bias,
+            use_bias=config.has_bias('out'),
             matmul=config.matmul_precision,
             partitioning=partitioning,
             rngs=rngs,
@@ -86,6 +84,7 @@ class Attention(nnx.Module):
         tree: TokenTree | None,
         cache_indices: CacheIndices | None,
         rotary: Rotary | None,
+        score_divisor: jax.Array | None,
         window: int,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -99,6 +98,7 @@ class Attention(nnx.Module):
             tree: token trees of the rows; replaces mask and segments.
             cache_indices: slots of the cache to which this call's keys and values are written.
             rotary: rotations of the positions; None: no rotary embedding.
+            score_divisor: additional divisor of the scores, a float32 scalar; None: 1.
             window: number of last tokens to which a query attends, including itself; 0: all.
             cache: keys and values of earlier calls; None: attention within the call.
         """
@@ -107,8 +107,9 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = self._normalized(self.query_norm, q_BTNH), self._normalized(self.key_norm, k_BTKH)
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
-        if self.query_multiplier != 1:
-            q_BTNH = (q_BTNH.astype(jnp.float32) * self.query_multiplier).astype(q_BTNH.dtype)
+        if self.query_multiplier != 1 or score_divisor is not None:
+            divisor = 1.0 if score_divisor is None else score_divisor
+            q_BTNH = (q_BTNH.astype(jnp.float32) * (self.query_multiplier / divisor)).astype(q_BTNH.dtype)
         q_BTNH = self.partitioning.constrain(q_BTNH, ('batch', 'length', 'heads', 'head_dim'))
         k_BSKH = self.partitioning.constrain(k_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))
         v_BSKH = self.partitioning.constrain(v_BTKH, ('batch', 'length', 'kv_heads', 'head_dim'))

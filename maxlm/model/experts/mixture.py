@@ -47,7 +47,7 @@ class Experts(nnx.Module):
                 in_axis=axes[0],
                 out_axis=axes[1],
                 init=init,
-                use_bias=bool(config.use_bias),
+                use_bias=config.has_bias('mlp'),
                 partitioning=partitioning,
                 rngs=rngs,
                 adapter=adapter_of(config, f'feedforward.experts.{name}'),

@@ -1,7 +1,7 @@
 """The MLP (feed-forward layer) of a block.
 
-Activations are GELU (Hendrycks & Gimpel 2016), SwiGLU and GEGLU (Shazeer 2020), and squared ReLU (So et al. 2021,
-"Primer").
+Activations are ReLU, SiLU, GELU (Hendrycks & Gimpel 2016), their gated forms ReGLU, SwiGLU and GEGLU (Shazeer 2020),
+and squared ReLU (So et al. 2021, "Primer").
 
 Shapes: B batch, T length, D dim, F ffn_dim.
 """
@@ -37,7 +37,7 @@ class FeedForward(nnx.Module):
                 in_axes=(in_axis,),
                 out_axes=(out_axis,),
                 init=init,
-                use_bias=bool(config.use_bias),
+                use_bias=config.has_bias('mlp'),
                 matmul=config.matmul_precision,
                 partitioning=partitioning,
                 rngs=rngs,
@@ -74,9 +74,14 @@ def swiglu_oai(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
-def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns gelu(gate) · up with the tanh approximation of GELU (Shazeer 2020)."""
-    return jax.nn.gelu(gate, approximate=True) * up
+def geglu(gate: jax.Array, up: jax.Array, *, approximate: bool = False) -> jax.Array:
+    """Returns gelu(gate) · up (Shazeer 2020), optionally with the tanh approximation of GELU."""
+    return jax.nn.gelu(gate, approximate=approximate) * up
+
+
+def reglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns max(gate, 0) · up (Shazeer 2020)."""
+    return jax.nn.relu(gate) * up
 
 
 def squared_relu(x: jax.Array) -> jax.Array:
@@ -88,10 +93,14 @@ def squared_relu(x: jax.Array) -> jax.Array:
 ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'gelu': partial(jax.nn.gelu, approximate=False),
     'gelu_tanh': partial(jax.nn.gelu, approximate=True),
+    'relu': jax.nn.relu,
     'relu2': squared_relu,
+    'silu': jax.nn.silu,
     'swiglu': swiglu,
     'swiglu_oai': swiglu_oai,
-    'geglu_tanh': geglu_tanh,
+    'geglu': geglu,
+    'geglu_tanh': partial(geglu, approximate=True),
+    'reglu': reglu,
 }
 
 

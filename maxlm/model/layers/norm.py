@@ -37,13 +37,13 @@ class NormKind(NamedTuple):
 class Norm(nnx.Module):
     """Normalizes the last axis.
 
-    `model.norm` selects LayerNorm or RMSNorm; `model.norm_use_scale` and `model.use_bias` select the parameters.
+    `model.norm` selects LayerNorm or RMSNorm; `model.norm_use_scale` and `model.has_bias` select the parameters.
     With `model.norm_unit_offset`, the input is multiplied by 1 + scale.
     """
 
     def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
         ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
-        has_bias = config.norm == 'layernorm' and config.use_bias and config.norm_use_scale
+        has_bias = config.norm == 'layernorm' and config.has_bias('norm') and config.norm_use_scale
         self.scale_offset = 1.0 if config.norm_unit_offset else 0.0
         initial_scale = zeros if config.norm_unit_offset else ones
         self.scale = parameter(rngs, (dim,), ('norm',), initial_scale) if config.norm_use_scale else None

@@ -320,6 +320,10 @@ def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Ar
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     'swiglu': lambda h: jax.nn.silu(h) * h,
     'swiglu_oai': lambda h: swiglu_oai(h, h),
+    'geglu': lambda h: jax.nn.gelu(h, approximate=False) * h,
+    'reglu': lambda h: jax.nn.relu(h) * h,
+    'relu': jax.nn.relu,
+    'silu': jax.nn.silu,
     'geglu_tanh': lambda h: jax.nn.gelu(h, approximate=True) * h,
     'gelu': lambda h: jax.nn.gelu(h, approximate=False),
     'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),

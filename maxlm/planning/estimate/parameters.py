@@ -16,8 +16,8 @@ from maxlm.parallel.layout import SAVING
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
 
-# Projections with a bias if `model.qkv_bias` is set.
-QKV = ('attention.query', 'attention.key', 'attention.value')
+# Parts of `ModelConfig.has_bias` of the projections of attention; the others are of the feed-forward.
+_BIASES = {'attention.query': 'qkv', 'attention.key': 'qkv', 'attention.value': 'qkv', 'attention.out': 'out'}
 
 
 class Kernel(NamedTuple):
@@ -186,7 +186,7 @@ def _of_block(model: ModelConfig) -> Iterator[Weight]:
             rank, rank_axis = (adapter.rank,), ('adapter',)
             yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')
             yield Weight(f'{name}.lora_b', stack + rank + outputs, stack_axes + rank_axis + out_axes, 'adapter')
-        if model.use_bias or (model.qkv_bias and name in QKV):
+        if model.has_bias(_BIASES.get(name, 'mlp')):
             bias_axes = tuple('norm' if axis in SAVING else axis for axis in out_axes)
             yield Weight(f'{name}.bias', stack + outputs, stack_axes + bias_axes, 'vector')
     if model.num_experts:
@@ -253,7 +253,7 @@ def _feedforward(model: ModelConfig, module: str, width: int, num_experts: int =
 def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
     if model.norm_use_scale:
         yield Weight(f'{name}.scale', (dim,), ('norm',), 'vector')
-        if model.norm == 'layernorm' and model.use_bias:
+        if model.norm == 'layernorm' and model.has_bias('norm'):
             yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')
 
 

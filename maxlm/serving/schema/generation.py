@@ -19,7 +19,8 @@ from maxlm.serving.schema.tools import CHOICE_SCHEMA, MAX_TOOLS, Tool
 MAX_SEED = 2**32 - 1
 # Lower temperatures would overflow float32 logits.
 MIN_TEMPERATURE = 1e-3
-ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+# `function` is OpenAI's older name of `tool`.
+ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function')
 _MAX_INT32 = 2**31 - 1
 # Unsupported parameters → values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -60,10 +61,7 @@ _UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     'tool_choice': (None, 'none', 'auto'),
     'tools': (None, []),
 }
-_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    'audio': (None,),
-    'function_call': (None,),
-}
+_UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {'audio': (None,)}
 
 
 class StreamOptions(RequestObject):
@@ -163,11 +161,10 @@ class Message(RequestObject):
     """A message of a conversation."""
 
     role: str = Field(description=f'One of {", ".join(ROLES)}.')
-    # Validated by `message_text`.
+    # Content and calls are validated by `normalize_message`.
     content: Annotated[Any, WithJsonSchema({'anyOf': [{'type': 'string'}, _PARTS_SCHEMA, {'type': 'null'}]})] = Field(
         None, description='A text, or a list of parts of type text. May be absent in a message with tool calls.'
     )
-    # Validated by `prompt_calls`.
     tool_calls: Annotated[Any, WithJsonSchema({'type': ['array', 'null'], 'items': {'type': 'object'}})] = Field(
         None, description='Tool calls of the assistant.'
     )
@@ -246,32 +243,13 @@ def completion_prompts(request: CompletionRequest, *, vocab_size: int, max_conte
     )
 
 
-def message_text(message: Message, message_index: int, *, max_parts: int) -> str:
-    """Returns the text of a message.
-
-    Raises:
-        ApiError: the content is not text, or has too many parts.
-    """
-    param = f'messages[{message_index}].content'
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None and message.tool_calls:
-        return ''
-    if not isinstance(message.content, list):
-        raise ApiError(400, f'{param}: must be a string or a list of parts of type text', param=param)
-    _check_length(param, message.content, max_parts)
-    texts = []
-    for index, part in enumerate(message.content):
-        kind = part.get('type') if isinstance(part, dict) else None
-        if kind != 'text' or not isinstance(part.get('text'), str):
-            found = repr(kind)[:50] if isinstance(part, dict) else 'none'
-            raise ApiError(
-                400,
-                f'{param}[{index}]: must be {{"type": "text", "text": "…"}}; found type {found}',
-                param=f'{param}[{index}]',
-            )
-        texts.append(part['text'])
-    return ''.join(texts)
+def check_sizes(message: Message, message_index: int, *, max_parts: int) -> None:
+    """Raises ApiError if a message has too many parts or tool calls."""
+    if isinstance(message.content, list):
+        _check_length(f'messages[{message_index}].content', message.content, max_parts)
+    if isinstance(message.tool_calls, list) and len(message.tool_calls) > MAX_TOOLS:
+        param = f'messages[{message_index}].tool_calls'
+        raise ApiError(400, f'{param}: must have at most {MAX_TOOLS} calls', param=param)
 
 
 def reject_unsupported(fields: RequestObject, unsupported: dict[str, tuple[Any, ...]], prefix: str = '') -> None:

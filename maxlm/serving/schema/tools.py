@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from maxlm.data.documents.tools import parse_tools
 from maxlm.inference.tool_calls import call_grammar
 from maxlm.serving.schema.base import RequestObject
 from maxlm.serving.schema.errors import ApiError
-from maxlm.storage.json_text import parse_json
 
 MAX_TOOLS = 128
 _NAME = re.compile(r'[a-zA-Z0-9_-]{1,64}')
+# Schema of the arguments of a function without a schema.
+_NO_ARGUMENTS: dict[str, Any] = {'type': 'object', 'properties': {}, 'additionalProperties': False}
 CHOICES = ('none', 'auto', 'required')
 CHOICE_SCHEMA: dict[str, Any] = {
     'anyOf': [
@@ -70,12 +72,12 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
     Raises:
         ApiError: a parameter is invalid.
     """
-    functions = _functions(tools or ())
+    names = _names(tools or ())
     named = None
     if isinstance(choice, dict):
         function = choice.get('function')
         named = function.get('name') if isinstance(function, dict) else None
-        if choice.get('type') != 'function' or named not in functions:
+        if choice.get('type') != 'function' or not isinstance(named, str) or named not in names:
             raise ApiError(
                 400, 'tool_choice: must name a function of tools, or be none, auto or required', param='tool_choice'
             )
@@ -85,66 +87,37 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
             'tool_choice: must be none, auto, required or {"type": "function", "function": {"name": "…"}}',
             param='tool_choice',
         )
-    if not functions:
+    if not names:
         if choice == 'required':
             raise ApiError(400, 'tool_choice=required: requires tools', param='tool_choice')
         return None
     if choice == 'none':
         return None
-    allowed = functions if named is None else {named: functions[named]}
+    try:
+        shown = parse_tools([tool.model_dump(exclude_none=True) for tool in tools or ()])
+    except ValueError as error:
+        raise ApiError(400, str(error), param='tools') from error
+    schemas = {tool['function']['name']: tool['function'].get('parameters', _NO_ARGUMENTS) for tool in shown}
     grammar = call_grammar(
-        {name: _arguments_schema(function) for name, function in allowed.items()},
+        schemas if named is None else {named: schemas[named]},
         is_required=choice == 'required' or named is not None,
         is_single=parallel is False or named is not None,
     )
-    return CallOptions([tool.model_dump(exclude_none=True) for tool in tools or ()], grammar)
+    return CallOptions(shown, grammar)
 
 
-def _functions(tools: Sequence[Tool]) -> dict[str, Function]:
-    functions: dict[str, Function] = {}
+def _names(tools: Sequence[Tool]) -> set[str]:
+    names: set[str] = set()
     for index, tool in enumerate(tools):
         param = f'tools[{index}]'
         if tool.type != 'function':
             raise ApiError(400, f'{param}.type={tool.type[:50]!r}: must be function', param=f'{param}.type')
         name = tool.function.name
-        if not _NAME.fullmatch(name) or name in functions:
+        if not _NAME.fullmatch(name) or name in names:
             raise ApiError(
                 400,
                 f'{param}.function.name={name[:80]!r}: must be a new name of up to 64 letters, digits, _ and -',
                 param=f'{param}.function.name',
             )
-        functions[name] = tool.function
-    return functions
-
-
-def _arguments_schema(function: Function) -> Mapping[str, Any]:
-    """Returns the JSON schema of a function's arguments. Without a schema, there are none."""
-    if function.parameters is None:
-        return {'type': 'object', 'properties': {}, 'additionalProperties': False}
-    return function.parameters
-
-
-def prompt_calls(calls: Any, param: str) -> list[dict[str, Any]]:
-    """Returns the tool calls of an earlier message in the form that chat templates take.
-
-    Raises:
-        ApiError: a call is malformed.
-    """
-    if not isinstance(calls, list) or len(calls) > MAX_TOOLS:
-        raise ApiError(400, f'{param}: must be a list of at most {MAX_TOOLS} calls', param=param)
-    result = []
-    for index, call in enumerate(calls):
-        function = call.get('function') if isinstance(call, dict) else None
-        name = function.get('name') if isinstance(function, dict) else None
-        try:
-            arguments = parse_json(function['arguments']) if isinstance(function, dict) else None
-        except (KeyError, TypeError, ValueError, AttributeError):
-            arguments = None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise ApiError(
-                400,
-                f'{param}[{index}]: must have a function with a name and arguments, a string with a JSON object',
-                param=f'{param}[{index}]',
-            )
-        result.append({'type': 'function', 'function': {'name': name, 'arguments': arguments}})
-    return result
+        names.add(name)
+    return names

@@ -30,7 +30,7 @@ def test_other_fields_of_a_record():
     assert conversation.messages[2] == {'role': 'assistant', 'content': '', 'tool_calls': calls}
     assert conversation.messages[3]['role'] == 'tool'
     assert conversation.learned == (False, True, True, False, True)
-    assert conversation.tools == ({'name': 'f'},)
+    assert conversation.tools == ({'type': 'function', 'function': {'name': 'f'}},)
     context = parse_conversation({'instruction': 'Add.', 'input': '3 4', 'output': '7', 'system': 'Be brief.'})
     assert [message['content'] for message in context.messages] == ['Be brief.', 'Add.\n\n3 4', '7']
     shared = {'system': 'S', 'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]}
@@ -60,9 +60,12 @@ def test_records_without_a_conversation(record):
         ({'messages': [{**HELLO[1], 'weight': 0.5}]}, 'message 0 .* weight 0.5'),
         ({'messages': [HELLO[0], {'role': 'bot', 'content': 'Hi'}]}, "message 1 of 'messages' has the role 'bot'"),
         ({'messages': [HELLO[0], {'role': 'assistant'}]}, "the 'content' of message 1 of 'messages' is missing"),
-        ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, 'has parts that are not text'),
+        (
+            {'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]},
+            r"the 'content\[0\]' of message 0 .* found type 'image_url'",
+        ),
         ({'messages': [HELLO[0], {'role': 'assistant', 'content': '\ud800'}]}, 'unpaired surrogate'),
-        ({'messages': HELLO, 'tools': 'f'}, "'tools' must be a list, not str"),
+        ({'messages': HELLO, 'tools': 'f'}, "'tools' is a text that is not JSON"),
         ({'conversations': [{'from': 'me', 'value': 'Hi'}]}, "message 0 of 'conversations' is 'from' 'me'"),
         ({'conversations': [{'from': 'gpt', 'value': 3}]}, "the 'value' of message 0 .* must be text, not int"),
         ({'instruction': 'a', 'output': None}, "'output' is missing"),

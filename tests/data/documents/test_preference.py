@@ -47,6 +47,7 @@ def test_all_formats_give_the_same_preference(record):
     assert (swapped.chosen, swapped.rejected) == (preference.rejected, preference.chosen)
 
 
+RECORDS_OF_SHAREGPT = [{'from': 'human', 'value': 'Hello'}, {'from': 'gpt', 'value': 'Hi'}]
 LABELED = {
     'texts': {'prompt': 'Hello', 'completion': 'Hi', 'label': True},
     'messages': {'prompt': GOOD[:1], 'completion': GOOD[1:], 'label': True},
@@ -86,10 +87,19 @@ def test_documented_answers_with_labels():
     assert [preference.rejected is None for preference in found] == [True, False]
 
 
-def test_a_label_is_true_or_false():
-    assert has_preference(LABELED['texts'])
-    for label in (1, 'true', None):
-        assert not has_preference({**LABELED['texts'], 'label': label})
+def test_the_label_of_a_conversation_marks_its_last_message():
+    for record in (
+        {'messages': GOOD},
+        {'conversations': RECORDS_OF_SHAREGPT},
+        {'instruction': 'Hello', 'output': 'Hi'},
+    ):
+        assert parse_preference({**record, 'label': True}).chosen == parse_preference(LABELED['texts']).chosen
+    turns = [*GOOD, user('a'), assistant('b')]
+    preference = parse_preference({'messages': turns, 'label': False})
+    assert (preference.prompt, preference.rejected.learned) == (3, (False, False, False, True))
+    for messages in (GOOD[1:], [*GOOD, user('a')], []):
+        with pytest.raises(ValueError, match="'label' marks the last message, which must be an answer"):
+            parse_preference({'messages': messages, 'label': True})
 
 
 def test_only_turns_after_the_common_prefix_are_targets():
@@ -125,7 +135,7 @@ def test_other_fields_of_a_record():
     preference = parse_preference(record)
     assert [message['content'] for message in preference.chosen.messages] == ['S', 'i\n\nj', '']
     assert preference.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
-    assert preference.chosen.tools == preference.rejected.tools == ({'name': 'f'},)
+    assert preference.chosen.tools == preference.rejected.tools == ({'type': 'function', 'function': {'name': 'f'}},)
     assert preference.has_answers
     weights = {'prompt': 'a', 'chosen': [assistant('b', weight=0), user('c'), assistant('d')], 'rejected': 'e'}
     assert parse_preference(weights).chosen.learned == (False, False, False, True)
@@ -162,7 +172,7 @@ def test_records_without_a_preference(record):
         ({'chosen': GOOD[:1], 'rejected': BAD}, 'differ before an assistant answer'),
         ({'prompt': 'p', 'chosen': [assistant('a', weight=0)], 'rejected': 'b'}, "'chosen': no assistant message"),
         ({'prompt': 'p', 'chosen': 'a', 'rejected': '\ud800'}, "'rejected': contains an unpaired surrogate"),
-        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' must be a list, not str"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': 'b', 'tools': 'x'}, "'tools' is a text that is not JSON"),
     ],
 )
 def test_errors_give_the_reason(record, reason):

@@ -53,6 +53,10 @@ def format_of(path, **options):
         ({'dialog': OWN, 'text': 'other'}, {'roles': ROLES, 'messages_field': 'dialog'}),
         ({'dialog': OWN_SHAREGPT, 'messages': [ANSWER]}, {'roles': ROLES, 'messages_field': 'dialog'}),
         ({'instruction': 'q ü', 'input': None, 'output': 'a'}, {}),
+        ({'messages': json.dumps([QUESTION, ANSWER])}, {}),
+        ({'dialog': json.dumps(OWN_SHAREGPT), 'messages': 'x'}, {'roles': ROLES, 'messages_field': 'dialog'}),
+        ({'prompt': json.dumps(OWN[:1]), 'completion': json.dumps(OWN[1])}, {'roles': ROLES}),
+        ({'prompt': 'q ü', 'completion': [ANSWER], 'messages': None}, {}),
         (PARTS, {}),
         ({'prompt': OWN[:1], 'completion': OWN[1:]}, {'roles': ROLES}),
     ],
@@ -72,6 +76,12 @@ def test_only_the_completion_of_a_prompt_is_a_target(write, read):
     for name in ('auto', 'chat'):
         (document,) = read(path, format=name)
         assert (document.text, document.learned_from, document.conversation) == ('q ü a', 4, None)
+
+
+def test_texts_with_json_are_texts(write, read):
+    texts = {'prompt': '[{"role" : "bot"}]', 'completion': '[{"role" : "human", "text": "x"}]'}
+    (document,) = read(write([texts]), format='auto', roles=ROLES[:1])
+    assert (document.text, document.conversation) == ('[{"role" : "bot"}][{"role" : "human", "text": "x"}]', None)
 
 
 def test_preference_pairs(write, read):

@@ -5,6 +5,8 @@ import types
 
 import pytest
 
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, make_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.batch_io import read_lines, write_completions
@@ -43,6 +45,20 @@ def test_lines_keep_their_fields(tmp_path):
         write_completions(output, [first], lambda: pytest.fail('the model was called'))
 
 
+def test_messages_and_tools_are_rendered_as_in_the_server(tmp_path):
+    turns = [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': {'a': 1}}]
+    tools = [{'name': 'f'}]
+    path = lines_of(tmp_path, {'messages': turns, 'tools': tools, 'prompt': None}, {'messages': json.dumps(turns)})
+    tokenizer = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
+    chat = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test'))
+    model = types.SimpleNamespace(tokenizer=tokenizer, chat=chat, tokenizer_path=None)
+    text = '<|im_start|>user\nx<|im_end|>\n<|im_start|>tool\n{"a": 1}<|im_end|>\n<|im_start|>assistant\n'
+    shown = '<|im_start|>system\nTools:\n{"type": "function", "function": {"name": "f"}}\n<|im_end|>\n'
+    assert [tokenizer.decode(line.ids) for line in read_lines(path, model)] == [shown + text, text]
+    with pytest.raises(InputError, match=r"prompts\.jsonl:1: 'tools' must be a list"):
+        read_lines(lines_of(tmp_path, {'messages': turns, 'tools': 3}), model)
+
+
 def test_incomplete_files_are_removed(tmp_path):
     def fail():
         raise KeyboardInterrupt
@@ -64,9 +80,9 @@ def test_incomplete_files_are_removed(tmp_path):
         ({'text': 'x'}, 'must be an object with either "prompt" or "messages"'),
         ({'prompt': 'x', 'messages': []}, 'must be an object'),
         ({'prompt': 1}, '"prompt" and "suffix" must be strings'),
-        ({'prompt': 'x', 'suffix': None}, 'must be strings'),
+        ({'prompt': 'x', 'suffix': 3}, 'must be strings'),
         ({'prompt': 'x', 'completions': []}, 'already has "completions"'),
-        ({'messages': 'x'}, '"messages" must be a list of objects'),
+        ({'messages': 'x'}, "'messages' must be a list of objects"),
         ({'messages': [], 'suffix': 'x'}, '"suffix" requires "prompt"'),
         ({'messages': [{'role': 'user', 'content': 'x'}]}, 'chat_template'),
     ],
