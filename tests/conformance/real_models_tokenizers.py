@@ -160,19 +160,24 @@ def _sentencepiece_unigram(path: Path) -> tuple[tokenizers.Tokenizer, Encode]:
     original's in a few texts.
     """
     proto = _proto(path)
-    library = tokenizers.Tokenizer(
-        models.Unigram([(piece.piece, piece.score) for piece in proto.pieces], 3, byte_fallback=True)
-    )
+    scores = [(piece.piece, piece.score) for piece in proto.pieces]
+    controls = [number for number, piece in enumerate(proto.pieces) if piece.type in (2, 3)]
+    library = _unigram(scores, proto)
+    library.add_special_tokens([AddedToken(scores[number][0], normalized=False) for number in controls])
+    # SentencePiece never encodes text to these pieces, tokenizers does.
+    for number in controls:
+        scores[number] = (f'\ufdd0{number}', 0.0)
+    expected = _unigram(scores, proto)
+    return library, lambda texts: [expected.encode(text).ids for text in texts]
+
+
+def _unigram(scores: list[tuple[str, float]], proto: Any) -> tokenizers.Tokenizer:
+    library = tokenizers.Tokenizer(models.Unigram(scores, proto.trainer_spec.unk_id, byte_fallback=True))
     library.normalizer = normalizers.Sequence(
         [normalizers.Precompiled(proto.normalizer_spec.precompiled_charsmap), normalizers.Replace(' ', '▁')]
     )
     library.decoder = decoders.Sequence([decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse()])
-    library.add_special_tokens(
-        [AddedToken(piece.piece, normalized=False) for piece in proto.pieces if piece.type in (2, 3)]
-    )
-    expected = tokenizers.Tokenizer.from_str(library.to_str())
-    expected.encode_special_tokens = True
-    return library, lambda texts: [expected.encode(text, add_special_tokens=False).ids for text in texts]
+    return library
 
 
 def _proto(path: Path) -> Any:

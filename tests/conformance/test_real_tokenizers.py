@@ -90,6 +90,7 @@ def test_names_of_special_tokens_in_text_are_text(opened):
     assert all(special & set(library.encode(name, add_special_tokens=False).ids) for name in names)
 
 
+@pytest.mark.slow
 def test_boundaries_of_texts_are_those_of_the_files(opened):
     theirs = transformers.AutoTokenizer.from_pretrained(opened.directory)
     boundaries = opened.tokenizer.boundaries
@@ -102,9 +103,9 @@ def test_boundaries_of_texts_are_those_of_the_files(opened):
 @pytest.mark.slow
 def test_an_exported_copy_gives_the_same_ids_in_transformers(opened, tmp_path):
     workdir, output = tmp_path / 'workdir', tmp_path / 'output'
-    files, message = files_for_import(opened.directory)
-    assert message == ''
-    for folder, contents in ((workdir, files), (output, None)):
+    text = files_for_import(opened.directory)
+    assert text.remark == ''
+    for folder, contents in ((workdir, text.files), (output, None)):
         folder.mkdir()
         for name, content in (contents or files_for_export(workdir, MODEL).files).items():
             (folder / name).write_bytes(content)
