@@ -162,7 +162,7 @@ def test_export_equals_the_original(model, tmp_path):
         assert [name for name in names if not np.array_equal(before.get_tensor(name), after.get_tensor(name))] == []
 
 
-def test_llama_cpp_continues_the_exported_gguf_with_the_same_texts(model, tmp_path):
+def test_llama_cpp_continues_the_exported_gguf_with_the_same_texts(model, tmp_path, record):
     library = package_directory('xllamacpp')
     run_maxlm('hf', 'export-gguf', '--checkpoint', model.workdir, '--output', tmp_path / 'model.gguf', '--dtype', 'f32')
     (tmp_path / 'requests.json').write_text(json.dumps(model.requests))
@@ -174,6 +174,7 @@ def test_llama_cpp_continues_the_exported_gguf_with_the_same_texts(model, tmp_pa
     found, expected = parse_json((tmp_path / 'found.json').read_bytes()), model.expected['requests']
     assert different(model.requests, column(found, 'prompt_tokens'), [len(row['ids']) for row in expected]) == {}
     assert different(model.requests, column(found, 'text'), column(expected, 'text')) == {}
+    record('equal_texts_of_llama_cpp', len(found))
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def client(model):
         assert server.wait(60) == 0
 
 
-def test_server_answers_the_openai_client_with_the_same_texts(model, client):
+def test_server_answers_the_openai_client_with_the_same_texts(model, client, record):
     pairs = list(zip(model.requests, model.expected['requests'], strict=True))[SERVED]
     if model.is_chat:
         assert {'text', 'messages'} <= {key for request, _ in pairs for key in request}
@@ -217,6 +218,7 @@ def test_server_answers_the_openai_client_with_the_same_texts(model, client):
         assert done.choices[0].finish_reason == ('stop' if expected['is_stopped'] else 'length')
         assert done.usage.prompt_tokens == len(expected['ids'])
         assert done.usage.completion_tokens == expected['completion_tokens']
+    record('equal_texts_of_server', len(pairs))
 
 
 def test_first_loss_of_lora_equals_peft(model, tmp_path, record):
