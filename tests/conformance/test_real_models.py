@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import openai
 import pytest
-import transformers
 from safetensors import safe_open
 
 from benchmarks.step import machine
@@ -140,19 +139,14 @@ def test_loss_of_quantized_weights(model, weights, limit, tmp_path, record):
 def test_export_equals_the_original(model, tmp_path):
     output = tmp_path / 'exported'
     run_maxlm('hf', 'export', '--checkpoint', model.workdir, '--output', output, '--dtype', 'float32')
-    originals = {
-        path.name: path.read_bytes() for path in model.original.iterdir() if path.suffix in ('.json', '.jinja')
-    }
-    copies = {name: (output / name).read_bytes() for name in originals}
-    config, copied_config = (parse_json(files.pop('config.json')) for files in (originals, copies))
-    # The version is that of the program that wrote the file.
-    version_key = 'transformers_version'
-    assert {key: copied_config.get(key) for key in config} | {version_key: ''} == config | {version_key: ''}
-    read = [transformers.AutoConfig.from_pretrained(directory).to_dict() for directory in (model.original, output)]
-    assert read[0] | {version_key: ''} == read[1] | {version_key: ''}
-    tokenizers = [parse_json(files.pop('tokenizer.json')) for files in (originals, copies)]
-    assert tokenizers[0] == tokenizers[1]
-    assert copies == originals
+    for path in model.original.iterdir():
+        copy = output / path.name
+        if path.suffix == '.json':
+            assert parse_json(copy.read_bytes()) == parse_json(path.read_bytes()), path.name
+        elif path.suffix == '.jinja':
+            assert copy.read_bytes() == path.read_bytes()
+        else:
+            assert path.name == 'model.safetensors'
     with (
         safe_open(model.original / 'model.safetensors', 'np') as before,
         safe_open(output / 'model.safetensors', 'np') as after,
