@@ -138,7 +138,8 @@ def test_loss_of_quantized_weights(model, weights, limit, tmp_path, record):
 
 def test_export_equals_the_original(model, tmp_path):
     output = tmp_path / 'exported'
-    run_maxlm('hf', 'export', '--checkpoint', model.workdir, '--output', output, '--dtype', 'float32')
+    options = ('--dtype', 'float32', '--max-shard-size', '2GB')
+    run_maxlm('hf', 'export', '--checkpoint', model.workdir, '--output', output, *options)
     for path in model.original.iterdir():
         copy = output / path.name
         if path.suffix == '.json':
