@@ -43,7 +43,7 @@ class RealTokenizer:
         bos, eos: the tokens that begin and end texts.
         adds_bos: whether texts start with `bos`.
         gguf: split of the exported vocabulary; '' if GGUF export does not support it.
-        reads: normalization of texts that the ids cannot represent.
+        reads: normalization of texts that the ids cannot represent; None = another one, so that texts are not compared.
     """
 
     package: str
@@ -53,7 +53,7 @@ class RealTokenizer:
     eos: str
     adds_bos: bool = False
     gguf: str = ''
-    reads: Callable[[str], str] = str
+    reads: Callable[[str], str] | None = str
 
     def write(self, directory: Path) -> Encode:
         """Writes tokenizer.json and tokenizer_config.json; returns the function with the expected ids of texts."""
@@ -281,5 +281,6 @@ TOKENIZERS = {
         _sentencepiece_unigram,
         '<|startoftext|>',
         '<|endoftext|>',
+        reads=None,
     ),
 }

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -74,6 +75,8 @@ def test_ids_equal_those_of_the_library_of_the_authors(opened):
 @pytest.mark.slow
 def test_texts_equal_their_decoded_ids(opened):
     read = opened.real.reads
+    if read is None:
+        pytest.skip('the tokenizer replaces white space')
     texts = [*TEXTS, *MORE_TEXTS]
     decoded = [opened.tokenizer.decode(ids) for ids in opened.tokenizer.encode_batch(texts)]
     assert {text: other for text, other in zip(texts, decoded, strict=True) if read(text) != other} == {}
@@ -113,9 +116,13 @@ def test_an_exported_copy_gives_the_same_ids_in_transformers(opened, tmp_path):
     texts = [*TEXTS, *MORE_TEXTS]
     assert after(texts).input_ids == before(texts).input_ids
     assert (after.bos_token, after.eos_token) == (before.bos_token, before.eos_token)
-    assert json.loads((output / 'tokenizer.json').read_text()) == json.loads(
-        (opened.directory / 'tokenizer.json').read_text()
-    )
+    contents = [json.loads((folder / 'tokenizer.json').read_text()) for folder in (opened.directory, output)]
+    if contents[0]['model']['type'] == 'Unigram':
+        # The library does not read all scores back as it wrote them.
+        vocabularies = [content['model'].pop('vocab') for content in contents]
+        assert np.allclose(*([score for _, score in vocab] for vocab in vocabularies), rtol=1e-12)
+        assert len({tuple(piece for piece, _ in vocab) for vocab in vocabularies}) == 1
+    assert contents[0] == contents[1]
     assert (output / 'tokenizer_config.json').read_bytes() == (opened.directory / 'tokenizer_config.json').read_bytes()
 
 
