@@ -97,7 +97,7 @@ def measure(
         for start in range(0, len(prompt), chunk):
             part = prompt[start : start + chunk]
             made = PrefillChunk(part, start, slot, prompt, GREEDY, 0, 0)
-            state, _, _ = programs.prefill(params, state, [made], with_top=False)
+            state, *_ = programs.prefill(params, state, [made], with_top=False)
     rest = PendingPrompt(np.zeros(slots, np.uint32), np.zeros(slots, np.uint32))
     rows, rest = programs.to_devices((stack_settings([GREEDY] * slots), rest))
     no_mask = programs.token_mask([None] * slots)

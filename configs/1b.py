@@ -24,7 +24,7 @@ from maxlm.errors import InputError
 def get_phases(variant: str = '') -> list[str]:
     name, tokenizer = ('1b-smoke', 'bpe:300') if variant else ('1b', 'bpe:50000')
     return [
-        f'prepare --input {{text}} --output data/{name} --tokenizer {tokenizer}',
+        f'prepare --input {{text}} --output data/{name} --tokenizer {{tokenizer:{tokenizer}}}',
         f'train --config={{config}}{":" if variant else ""}{variant}',
     ]
 

@@ -51,7 +51,7 @@ def get_phases(variant: str = '7b') -> list[str]:
     is_smoke = variant == 'smoke'
     size = 400 if is_smoke else 32_016
     pretrain = [
-        f'prepare --input {{code}} --output data/code-{variant.partition("-")[0]} --tokenizer bpe:{size} '
+        f'prepare --input {{code}} --output data/code-{variant.partition("-")[0]} --tokenizer {{tokenizer:bpe:{size}}} '
         '--fim-rate 0.5 --filter code --deduplicate near',
         f'train --config={{config}}:{variant}',
     ]

@@ -30,7 +30,7 @@ PUBLISHED_DEPTH = 64
 
 def get_phases(depth: str = '24') -> list[str]:
     return [
-        f'prepare --input {{text}} --output data/depth-{depth} --tokenizer chars',
+        f'prepare --input {{text}} --output data/depth-{depth} --tokenizer {{tokenizer:chars}}',
         f'train --config={{config}}:{depth}',
     ]
 

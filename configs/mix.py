@@ -41,7 +41,7 @@ def get_phases(variant: str = 'xlarge') -> list[str]:
     data, size = ('data/mix-smoke', 300) if variant == 'smoke' else ('data/mix', 100_224)
     first, *others = WEIGHTS
     return [
-        f'prepare --input {{source{first}}} --output {data}-{first} --tokenizer bpe:{size}',
+        f'prepare --input {{source{first}}} --output {data}-{first} --tokenizer {{tokenizer:bpe:{size}}}',
         *(
             f'prepare --input {{source{weight}}} --output {data}-{weight} --tokenizer {data}-{first}/tokenizer.json'
             for weight in others

@@ -1,7 +1,8 @@
 """GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-Command:   python -m maxlm.recipe --config=configs/neox.py:production_8gpu text=TOKENS
-           prepares TOKENS (.npz, .npy, .bin or text), trains in runs/neox-production_8gpu and exports the model
+Command:   python -m maxlm.recipe --config=configs/neox.py:production_8gpu text=TOKENS tokenizer=ids:50257:50256
+           prepares TOKENS (.npz, .npy, .bin), trains in runs/neox-production_8gpu and exports the model. Without
+           tokenizer=, the input is text, on which a tokenizer is trained
 Variants:  test              published trial: 1000 steps of 2 sequences × 2 accumulation steps, the first five files
            production        published, two GPUs with 24 GB: 25 000 steps of 4 × 4 sequences per GPU
            production_8gpu   published, 8 GPUs: 590 625 steps (three epochs) of 8 × 4 sequences per GPU
@@ -43,9 +44,10 @@ SMALL_MEMORY = ('production', 'tuned_24gb')
 
 
 def get_phases(variant: str = 'production_8gpu') -> list[str]:
-    options = {'test': '--max-files 5 ', 'smoke': '--tokenizer bpe:300 '}.get(variant, '')
+    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257')
+    limit = ' --max-files 5' if variant == 'test' else ''
     return [
-        f'prepare --input {{text}} --output data/neox-{variant} {options or "--tokenizer bpe:50257 "}'.strip(),
+        f'prepare --input {{text}} --output data/neox-{variant} --tokenizer {{tokenizer:{tokenizer}}}{limit}',
         f'train --config={{config}}:{variant}',
     ]
 

@@ -52,6 +52,11 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--output', type=file, help='JSONL file for the lines of --input with "completions"')
     parser.add_argument('--chat', action='store_true', help='treat prompts as user messages; apply the chat template')
     parser.add_argument('--suffix', type=text_argument, help='suffix for fill-in-the-middle (FIM-trained models only)')
+    parser.add_argument(
+        '--parse-special',
+        action='store_true',
+        help='encode names of special tokens in prompts as their ids, e.g. in a rendered chat; default: as text',
+    )
     parser.add_argument('--max-tokens', type=int, default=128, help='maximum tokens per continuation (default 128)')
     parser.add_argument('--num-samples', type=int, default=1, help='continuations per prompt (default 1)')
     parser.add_argument('--temperature', type=float, default=0.8, help='sampling temperature; 0 = greedy (default 0.8)')
@@ -116,6 +121,10 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError('--input cannot be combined with --chat or --suffix; use "messages" or "suffix" in its lines')
     if options.suffix is not None and (options.chat or options.interactive):
         raise InputError('--suffix cannot be combined with --chat or --interactive; remove one of them')
+    if options.parse_special and (options.chat or options.suffix is not None):
+        raise InputError(
+            '--parse-special cannot be combined with --chat or --suffix, which add special tokens; remove one of them'
+        )
     if options.num_samples < 1:
         raise InputError(f'--num-samples={options.num_samples}: must be at least 1')
     if options.interactive and options.num_samples > 1:

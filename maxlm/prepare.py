@@ -14,7 +14,7 @@ from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 def main(argv: list[str]) -> int:
     """Prepares the data set that `argv` describes. Raises InputError if that is not possible."""
-    options = _parse(argv)
+    options = parse(argv)
 
     from maxlm.data.prepare.prepare_dataset import prepare_dataset
     from maxlm.data.prepare.summary import skipped_files, training_command
@@ -39,7 +39,8 @@ def run() -> None:
     sys.exit(exit_code(main, sys.argv[1:]))
 
 
-def _parse(argv: list[str]) -> PrepareOptions:
+def parse(argv: list[str]) -> PrepareOptions:
+    """Returns the options of a command line. Raises InputError if a value is invalid for any input."""
     parser = ArgumentParser(
         prog='maxlm prepare',
         allow_abbrev=False,
@@ -83,7 +84,7 @@ def _parse(argv: list[str]) -> PrepareOptions:
         dest='text_key',
         type=text_argument,
         metavar='NAME',
-        help='text field: key in JSONL, column in Parquet and data sets (%(default)s)',
+        help='text field: key in JSONL, column in Parquet and data sets; meta.text if nested (%(default)s)',
     )
     metadata = 'columns of Parquet and of data sets that filters receive as metadata'
     what('--metadata-fields', nargs='+', type=text_argument, metavar='NAME', help=metadata)

@@ -4,7 +4,7 @@ The phases are the commands that `get_phases(variant)` of the config file return
 model. NAME=PATH arguments fill in the {NAME} fields of the commands. Each phase resumes where it stopped, so the same
 command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm.supervise). The first
 phase that fails ends the recipe with its exit code. Arguments --config.section.key=value apply to all phases that
-train.
+train. Before the first phase, the inputs and configs of all phases are checked.
 """
 
 from __future__ import annotations
@@ -15,29 +15,78 @@ import shlex
 import string
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from maxlm.config.loading import load, load_phases, split_overrides
+from maxlm.config.schema import Config
+from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
 from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
-from maxlm.supervision.restarts import Policy, find_workdir
+from maxlm.supervision.restarts import Policy, find_option, find_workdir
 from maxlm.supervision.supervisor import Supervisor
 
 # Commands that take --config and --config.section.key=value.
 TRAINING = ('train', 'grpo')
+# Ends of errors that name options of a phase, which the user of a recipe does not write.
+HINTS_BY_ERROR = {
+    'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
+    'add --token-dtype': ', as in text="DIR --token-dtype=uint16"',
+    '--exclude': ', as in text="DIR --exclude=README.md"',
+    'choose another --output': '; in a recipe, remove that directory or start in another one',
+}
+
+
+def fields_of(phases: Sequence[str]) -> dict[str, str]:
+    """Returns the names of the {NAME} and {NAME:DEFAULT} fields of phases with their defaults; '' = required.
+
+    Raises:
+        InputError: a phase has a single brace.
+    """
+    try:
+        fields = {
+            name: default or ''
+            for phase in phases
+            for _, name, default, _ in string.Formatter().parse(phase)
+            if name is not None
+        }
+    except ValueError as error:
+        raise InputError(f'get_phases: {error} in a phase; write {{{{ and }}}} for braces') from error
+    return {name: default for name, default in fields.items() if name != 'config'}
+
+
+def parse_inputs(words: Sequence[str], fields: Mapping[str, str]) -> dict[str, str]:
+    """Returns the values of NAME=PATH arguments.
+
+    Raises:
+        InputError: an argument is malformed, names no field, or is given twice.
+    """
+    values: dict[str, str] = {}
+    for text in words:
+        name, equals, value = text.partition('=')
+        if not (name and equals and value):
+            raise InputError(f'{text!r} is not NAME=PATH; give the inputs of the recipe as in text=texts/')
+        if name not in fields:
+            raise InputError(f'{text}: the recipe has no input {name!r}; {nearest(name, fields)}')
+        if name in values:
+            raise InputError(f'{text}: {name} is given twice; give all its paths as one argument, {name}="A B"')
+        values[name] = value
+    return values
 
 
 def fill_in(phase: str, values: Mapping[str, str]) -> list[str]:
-    """Splits a phase into words and replaces its {NAME} fields. A value may contain several words.
+    """Splits a phase into words and replaces its {NAME} and {NAME:DEFAULT} fields. A value may contain several words.
 
     Raises:
-        InputError: a field has no value.
+        InputError: a field has neither a value nor a default.
     """
-    fields = [name for _, name, _, _ in string.Formatter().parse(phase) if name is not None]
-    missing = [name for name in fields if name not in values]
-    if missing:
-        raise InputError(f'the phase {phase!r} needs {missing[0]}; add {missing[0]}=PATH to the command line')
-    return shlex.split(phase.format(**values))
+    text = ''
+    for literal, name, default, _ in string.Formatter().parse(phase):
+        value = '' if name is None else values.get(name) or default
+        if name is not None and not value:
+            raise InputError(f'the phase {phase!r} needs {name}; add {name}=PATH to the command line')
+        text += literal + (value or '')
+    return shlex.split(text)
 
 
 def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
@@ -56,13 +105,76 @@ def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequenc
     return [sys.executable, *(words if verb == '-m' else ['-m', f'maxlm.{verb}', *arguments])]
 
 
-def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> None:
+def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> list[Config | None]:
     """Loads the config of each training phase, so that an invalid one is found before the first phase starts."""
+    configs: list[Config | None] = []
     for verb, *arguments in phases:
         specs = [word.removeprefix('--config=') for word in arguments if word.startswith('--config=')]
-        if verb in TRAINING and specs:
-            own, _ = split_overrides(arguments)
-            load(specs[0], [*own, *overrides])
+        own, _ = split_overrides(arguments)
+        configs.append(load(specs[0], [*own, *overrides]) if verb in TRAINING and specs else None)
+    return configs
+
+
+def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | None]) -> None:
+    """Checks the inputs of all phases as the phases do, except for files that earlier phases write.
+
+    Args:
+        phases: the words of each phase.
+        configs: config of each training phase, else None.
+
+    Raises:
+        InputError: an input is missing or unusable. The message names the phase.
+    """
+    from maxlm.data.formats.jsonl import read_objects  # slow to import
+    from maxlm.data.prepare.prepare_dataset import check_preparation
+    from maxlm.prepare import parse
+
+    vocabularies: dict[str, int] = {}
+    for number, ((verb, *arguments), config) in enumerate(zip(phases, configs, strict=True), start=1):
+        earlier = EarlierPhases(phases[: number - 1])
+        try:
+            if verb == 'prepare':
+                # Parsing checks that the tokenizer exists.
+                is_pending = earlier.will_write(find_option(arguments, '--tokenizer'))
+                options = parse([*arguments, '--tokenizer=bytes'] if is_pending else arguments)
+                if not any(map(earlier.will_write, (*options.input, *options.validation))):
+                    size = check_preparation(options, has_tokenizer=not is_pending)
+                    vocabularies[str(options.output)] = size or 0
+            elif config:
+                _check_vocabulary(config, vocabularies)
+                for path in (config.grpo.prompts, config.grpo.eval_prompts) if verb == 'grpo' else ():
+                    if path and not earlier.will_write(path):
+                        # Read all lines, because reading checks them.
+                        for _ in read_objects(path):
+                            pass
+        except InputError as error:
+            hint = next((hint for words, hint in HINTS_BY_ERROR.items() if words in str(error)), '')
+            raise InputError(f'phase {number} of {len(phases)} ({verb}): {error}{hint}') from error
+
+
+class EarlierPhases:
+    """Phases before another one, and the files that they will write."""
+
+    def __init__(self, phases: Sequence[Sequence[str]]):
+        self._outputs = [find_option(words, '--output') or find_workdir(words) for words in phases]
+        # Other commands may write any file.
+        self._are_known = all(words[0] in ('prepare', *TRAINING) for words in phases)
+
+    def will_write(self, path: str) -> bool:
+        """Returns True if a path does not exist yet and the phases may write it."""
+        if os.path.exists(path) or ':' in path:
+            return False
+        return not self._are_known or any(output and Path(path).is_relative_to(output) for output in self._outputs)
+
+
+def _check_vocabulary(config: Config, vocabularies: Mapping[str, int]) -> None:
+    paths = [path.partition('#')[0] for path, _ in config.data.sources] or [config.data.path]
+    size = max(vocabularies.get(path, 0) for path in paths)
+    if 0 < config.model.vocab_size < size:
+        raise InputError(
+            f'model.vocab_size={config.model.vocab_size} is below the {size} ids of the tokenizer; '
+            f'add --config.model.vocab_size={size}'
+        )
 
 
 def run_phases(commands: Sequence[Sequence[str]], *, max_failures: int) -> int:
@@ -112,18 +224,15 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(rest)
     if options.max_failures < 1:
         raise InputError(f'--max-failures={options.max_failures}: must be at least 1')
-    values = {'config': options.config.partition(':')[0]}
-    for text in options.inputs:
-        name, equals, value = text.partition('=')
-        if not (name and equals and value):
-            raise InputError(f'{text!r} is not NAME=PATH; give the inputs of the recipe as in text=texts/')
-        values[name] = value
-    phases = [fill_in(phase, values) for phase in load_phases(options.config)]
-    check_phases(phases, overrides)
+    templates = load_phases(options.config)
+    values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
+    phases = [fill_in(phase, values) for phase in templates]
+    configs = check_phases(phases, overrides)
     commands = [to_command(words, overrides, shlex.split(options.launcher)) for words in phases]
     if options.dry_run:
         print('\n'.join(f'would run: {shlex.join(command)}' for command in commands))
         return EXIT_DONE
+    check_inputs(phases, configs)
     # Each phase would print the command of the next one.
     before = os.environ.get(HINTS, '1')
     os.environ[HINTS] = '0'

@@ -100,6 +100,9 @@ KEYS = {
 VALUES: dict[str, dict[Any, Any]] = {'grpo.loss_type': {'sequence': 'grpo', 'token': 'dapo', 'budget': 'dr_grpo'}}
 # Lower limits of values of renamed keys. train.loss_chunk counted the positions of each row.
 LEAST_VALUES = {'train.loss_chunk_tokens': 4096}
+# Values of keys that the config.json files of earlier versions do not have, where the default has changed the meaning
+# of a run since.
+VALUES_BEFORE: dict[str, Any] = {'data.train_first_token': False}
 METRICS = {
     'perf/step_seconds': 'perf/step_time_seconds',
     'perf/data_wait_seconds': 'perf/data_loading_seconds',
@@ -179,7 +182,10 @@ def current_key(key: str, value: Any = None) -> tuple[str, Any]:
 
 
 def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of a config.json with current key names; other values are kept unchanged."""
+    """Returns the sections of a config.json with current key names; other values are kept unchanged.
+
+    Keys that did not exist when the file was written have the values that the run was made with.
+    """
     current: dict[str, Any] = {
         name: {} if isinstance(section, Mapping) else section for name, section in sections.items()
     }
@@ -189,6 +195,10 @@ def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
             place, _, new_key = new.partition('.')
             if isinstance(current.setdefault(place, {}), dict):
                 current[place][new_key] = new_value
+    for key, value in VALUES_BEFORE.items():
+        place, _, name = key.partition('.')
+        if isinstance(current.get(place), dict):
+            current[place].setdefault(name, value)
     return current
 
 

@@ -109,6 +109,11 @@ def _parser() -> ArgumentParser:
         default=30,
         help='seconds for running requests to finish at shutdown (default %(default)s)',
     )
+    parser.add_argument(
+        '--parse-special',
+        action='store_true',
+        help='encode names of special tokens in text prompts as their ids, unless a request sets parse_special',
+    )
     parser.add_argument('--docs', action='store_true', help='serve an API reference at /docs and /openapi.json')
     parser.add_argument(
         '--allow-origin',

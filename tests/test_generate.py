@@ -201,6 +201,8 @@ def test_a_text_ends_before_a_stop_string(run, greedy):
         (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no fill-in-the-middle tokens'),
         (['--suffix=x', '--prompt=y', '--chat'], '--suffix cannot be combined with --chat'),
         (['--chat', '--prompt=y'], '--chat: '),
+        (['--parse-special', '--prompt=y', '--chat'], '--parse-special cannot be combined with --chat'),
+        (['--parse-special', '--prompt=y', '--suffix=x'], '--parse-special cannot be combined with --chat or --suffix'),
         (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
         (['--min-p=2', '--prompt=y'], 'min_p=2.0'),
         (['--stop=', '--prompt=y'], 'stops: must be at most 16'),

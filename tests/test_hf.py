@@ -76,7 +76,7 @@ def test_export(made, tmp_path, capsys, checkpoint):
     parameters = sum(array.size for path in output.glob('*.safetensors') for array in load_file(path).values())
     expected = f'{output}: LlamaForCausalLM of {parameters:,} parameters, {format_bytes(2 * parameters)} in bfloat16\n'
     assert capsys.readouterr().out == expected
-    assert json.loads((output / 'config.json').read_text())['dtype'] == 'bfloat16'
+    assert json.loads((output / 'config.json').read_text())['torch_dtype'] == 'bfloat16'
 
 
 def test_export_of_a_run(dataset, tmp_path):
@@ -251,6 +251,7 @@ def test_import(model, dataset, tmp_path, capsys):
         'checkpoints',
         'config.json',
         'generation_config.json',
+        'hf_config.json',
         'tokenizer.json',
     ]
     # Other verbs accept the imported workdir.
@@ -288,8 +289,8 @@ CONFIGS = [
     ({'quantization_config': {'bits': 8}}, ['quantization_config']),
     ({'auto_map': {'AutoModel': 'a.b'}}, ['auto_map']),
     ({'rope_parameters': {'rope_type': 'longrope'}}, ['longrope']),
-    ({'attention_bias': True}, ['mlp_bias', 'attention_bias']),
-    ({'hidden_act': 'relu'}, ['hidden_act', 'relu']),
+    ({'attention_bias': True}, ['q_proj.bias', 'missing']),
+    ({'hidden_act': 'tanh'}, ['hidden_act', 'tanh']),
     ({'num_hidden_layers': 0}, ['num_hidden_layers=0']),
     # Mismatching files are detected by name before any file is read.
     ({'num_hidden_layers': 3}, ['model.layers.2.', 'missing', '9 in total']),

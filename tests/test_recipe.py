@@ -1,6 +1,7 @@
 """Recipes: the phases of the shipped configs from raw text to the exported model, and the runner of the phases."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,17 @@ def texts(tmp_path, monkeypatch):
     return folder
 
 
+def write_tokens(folder):
+    """Writes padded tokens as archives in nested directories."""
+    rng = np.random.default_rng(0)
+    for name in ('a', 'b/c'):
+        (folder / name).mkdir(parents=True)
+        mask = np.arange(200) < rng.integers(20, 201, (60, 1))
+        ids = np.where(mask, rng.integers(0, 50_000, (60, 200)), 50_256)
+        np.savez(folder / name / 'x.npz', input_ids=ids, attention_mask=mask.astype('int64'))
+    return folder
+
+
 def run(*words):
     return exit_code(recipe.main, list(map(str, words)))
 
@@ -47,6 +59,8 @@ def run(*words):
 def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, tmp_path):
     inputs, workdir = RECIPES[name]
     values = dict.fromkeys(inputs, str(texts))
+    if name == 'neox':
+        values = {'text': write_tokens(tmp_path / 'tokens'), 'tokenizer': 'ids:50257:50256'}
     if name == 'code':
         write_tasks(['synth', '--output=tasks', '--problems=100'])
         values |= {'chats': 'tasks/chats.jsonl', 'prompts': 'tasks/prompts.jsonl'}
@@ -103,6 +117,25 @@ def test_a_signal_ends_the_recipe_after_its_phase(folder):
     assert not (folder / 'log').exists()
 
 
+def write_masks(folder):
+    folder.mkdir()
+    np.savez(folder / 'x.npz', a=np.arange(5), b=np.ones(5, int))
+
+
+def write_raw(folder):
+    folder.mkdir()
+    np.arange(5, dtype='uint16').tofile(folder / 'x.bin')
+
+
+def write_chats(folder):
+    folder.mkdir()
+    pairs = '{"prompt": "a", "chosen": "b", "rejected": "c"}'
+    (folder / 'x.jsonl').write_text(pairs)
+
+
+MIX = [f'source{weight}=README.md' for weight in (45, 25, 10)]
+
+
 @pytest.mark.parametrize(
     ('words', 'message'),
     [
@@ -115,6 +148,23 @@ def test_a_signal_ends_the_recipe_after_its_phase(folder):
         (['--config=configs/none.py'], 'file not found'),
         (['--config=README.md'], 'not a Python file'),
         (['--config=configs/1b.py:smoke', 'text=x', '--max-failures=0'], 'must be at least 1'),
+        (['--config=configs/1b.py:smoke', 'txt=x'], "txt=x: the recipe has no input 'txt'; did you mean 'text'?"),
+        (['--config=configs/1b.py:smoke', 'text=x', 'config=x'], "has no input 'config'; available: text, tokenizer"),
+        (['--config=configs/1b.py:smoke', 'text=x', 'text=y'], 'text is given twice'),
+        (['--config=configs/1b.py:smoke', 'text=nowhere'], 'phase 1 of 2 (prepare): nowhere: '),
+        (
+            ['--config=configs/1b.py:smoke', 'text=README.md', 'tokenizer=none.json'],
+            'phase 1 of 2 (prepare): --tokenizer',
+        ),
+        (['--config=configs/mix.py:smoke', 'source20=nowhere', *MIX], 'phase 3 of 5 (prepare): nowhere: '),
+        (
+            ['--config=configs/code.py:smoke', 'code=maxlm', 'chats=none.jsonl', 'prompts=x'],
+            'phase 4 of 6 (prepare): none',
+        ),
+        (
+            ['--config=configs/1b.py', 'text=README.md', 'tokenizer=bytes', '--config.model.vocab_size=99'],
+            'below the 257',
+        ),
     ],
 )
 def test_bad_input_starts_no_phase(words, message, monkeypatch, capsys):
@@ -124,6 +174,59 @@ def test_bad_input_starts_no_phase(words, message, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+    ('write', 'words', 'message'),
+    [
+        (write_tokens, [], r'--tokenizer=bpe:300 .*; give its tokenizer.json.*, as in tokenizer=ids:50257:50256'),
+        (write_masks, ['tokenizer=ids:9'], r'x\.npz: contains the arrays a, b, and none is known'),
+        (write_raw, ['tokenizer=ids:9'], r'x\.bin: .* add --token-dtype=.*, as in text="DIR --token-dtype=uint16"'),
+        (write_chats, [], r'--pack-seq-len=0: preference pairs must be packed'),
+    ],
+)
+def test_inputs_are_checked_as_the_phases_do(write, words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(recipe, 'run_phases', lambda *_, **__: pytest.fail('a phase was started'))
+    write(tmp_path / 'in')
+    assert run(f'--config={ROOT}/configs/neox.py:smoke', 'text=in', *words) == EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert error.count('\n') == 1
+
+
+def test_files_that_earlier_phases_write_need_not_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'a.txt').write_text('text')
+    known = ['prepare', '--input', 'a.txt', '--output', 'data/a', '--tokenizer', 'bytes']
+    after = ['prepare', '--input', 'data/a/x.txt', '--output', 'data/b', '--tokenizer', 'bytes']
+    other = ['prepare', '--input', 'data/c/x.txt', '--output', 'data/b', '--tokenizer', 'bytes']
+    recipe.check_inputs([known, after], [None] * 2)
+    recipe.check_inputs([['-m', 'module'], other], [None] * 2)
+    with pytest.raises(InputError, match=r'phase 2 of 2 \(prepare\): data/c/x.txt'):
+        recipe.check_inputs([known, other], [None] * 2)
+
+
+def test_fields_may_have_defaults(tmp_path):
+    phases = ['prepare --input {text} --tokenizer {tokenizer:bpe:300}', 'train --config={config}']
+    assert recipe.fields_of(phases) == {'text': '', 'tokenizer': 'bpe:300'}
+    assert recipe.fill_in(phases[0], {'text': 'a b'})[-1] == 'bpe:300'
+    assert recipe.fill_in(phases[0], {'text': 'a', 'tokenizer': 'ids:9:8'})[-1] == 'ids:9:8'
+    with pytest.raises(InputError, match='needs text; add text=PATH'):
+        recipe.fill_in(phases[0], {})
+    with pytest.raises(InputError, match='in a phase; write'):
+        recipe.fields_of(['train }'])
+
+
+@pytest.mark.parametrize('name', ['1b:smoke', 'neox:test', 'neox:tuned', 'depth:64', 'mix:xlarge', 'code:7b'])
+def test_every_recipe_accepts_a_tokenizer(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    file, _, variant = name.partition(':')
+    phases = load_phases(f'configs/{file}.py:{variant}')
+    fields = recipe.fields_of(phases)
+    assert fields['tokenizer']
+    words = recipe.fill_in(phases[0], {**dict.fromkeys(fields, 'x'), 'tokenizer': 'mine.json'})
+    assert words[words.index('--tokenizer') + 1] == 'mine.json'
 
 
 def test_phases_must_be_commands(tmp_path):

@@ -6,15 +6,26 @@ import tarfile
 import pytest
 
 from maxlm import plan, train
-from maxlm.config.loading import default, from_json, load
+from maxlm.config.loading import default, from_json, load, to_json
 from maxlm.config.schema import SECTIONS
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.renames import KEYS, METRIC_PREFIXES, METRICS, OPTIONS, VALUES, _reported, current_config, current_metrics
+from maxlm.renames import (
+    KEYS,
+    METRIC_PREFIXES,
+    METRICS,
+    OPTIONS,
+    VALUES,
+    VALUES_BEFORE,
+    _reported,
+    current_config,
+    current_metrics,
+)
 from maxlm.telemetry import metrics
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
 from tests.conftest import ROOT
 
+FORMER_DATA = {key.removeprefix('data.'): value for key, value in VALUES_BEFORE.items()}
 TINY = f'{ROOT}/configs/tiny.py'
 
 
@@ -70,8 +81,19 @@ def test_a_former_config_json_is_read_without_warnings(capsys):
     assert capsys.readouterr().err == ''
     assert current_config({'no': 'config', 'data': {'window': 3, 'path': 'x'}}) == {
         'no': 'config',
-        'data': {'seq_len': 3, 'path': 'x'},
+        'data': {'seq_len': 3, 'path': 'x', **FORMER_DATA},
     }
+    # Such a run keeps the meaning of its time; new configs have another default.
+    assert not config.data.train_first_token
+    assert from_json(json.dumps({'model': former['model']})).data.train_first_token
+    written = to_json(config).replace('"train_first_token": false', '"train_first_token": true')
+    assert from_json(written).data.train_first_token
+
+
+def test_values_before_a_key_existed_differ_from_its_default():
+    for key, value in VALUES_BEFORE.items():
+        assert type(value_of(default(), key)) is type(value)
+        assert value_of(default(), key) != value
 
 
 def test_lines_of_metrics_have_the_current_names():

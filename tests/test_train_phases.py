@@ -217,6 +217,15 @@ def test_the_vocabulary_of_a_transformers_model_grows(chats, base, tmp_path):
     assert run(chats, tmp_path / 'changed', **settings, train__num_steps=2) == EXIT_DONE
     with pytest.raises(AssertionError):
         assert_new_rows_are_means(tables(tmp_path / 'imported', 0), tables(tmp_path / 'changed', 2))
+    # The export keeps the keys of the imported config.json except those that have changed.
+    argv = ['export', f'--checkpoint={tmp_path}/changed', f'--output={tmp_path}/exported']
+    assert exit_code(hf.main, argv) == EXIT_DONE
+    original, exported = (json.loads((tmp_path / name / 'config.json').read_text()) for name in ('model', 'exported'))
+    ids = {'bos_token_id', 'eos_token_id', 'pad_token_id'}
+    assert exported | {key: original.get(key) for key in ids} == original | {'vocab_size': ROWS}
+    card = (tmp_path / 'exported' / 'README.md').read_text()
+    assert '"num_steps": 2' in card
+    assert len(card.splitlines()) < 150
 
 
 @pytest.mark.nightly

@@ -14,6 +14,7 @@ import jax
 from maxlm.config import schema
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.loader.dataset import TrainingData, check_objective, open_training_data
+from maxlm.data.loader.source import open_dataset
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.prepare.prepare_dataset import prepare_dataset
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ class Dataset:
             InputError: there is no data set, or it is damaged.
         """
         self.path = os.fspath(path)
-        self.manifest: DatasetManifest = self._training_data(schema.DataConfig()).first
+        self.manifest: DatasetManifest = open_dataset(self.path, schema.DataConfig(), logger.warning).dataset
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Dataset:
@@ -97,7 +98,11 @@ class Dataset:
         return Tokenizer.load(self.manifest.tokenizer_path)
 
     def num_windows(self, config: schema.Config) -> int | None:
-        """Returns the number of sequences of `data.seq_len` tokens in an epoch; None while the data is prepared."""
+        """Returns the number of sequences of `data.seq_len` tokens in an epoch; None while the data is prepared.
+
+        Raises:
+            InputError: the data set is packed into sequences of another length (`manifest.packed_window`).
+        """
         return self._training_data(config.data).training_windows
 
     def batches(self, config: schema.Config, mesh: Layout, *, start: int = 0) -> Iterator[dict[str, jax.Array]]:

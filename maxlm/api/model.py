@@ -93,7 +93,14 @@ class Model:
         return f'Model({self._checkpoint!r}, step={self.step}, {tokens})'
 
     def generate(
-        self, prompt: str, *, max_tokens: int = 128, seed: int = 0, stop: Sequence[str] = (), **sampling: Any
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 128,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        parse_special: bool = False,
+        **sampling: Any,
     ) -> str:
         """Returns a continuation of a text.
 
@@ -102,12 +109,15 @@ class Model:
             max_tokens: maximum number of tokens of the continuation.
             seed: seed of the samples.
             stop: strings that end the continuation and are not part of it.
+            parse_special: encode names of special tokens in the prompt as their ids, e.g. in a rendered chat.
             **sampling: fields of `Sampling`, such as `temperature=0` for the most likely tokens, `top_k` and `top_p`.
 
         Raises:
             InputError: an argument is out of range, or prompt and continuation exceed the context.
         """
-        return ''.join(self.stream(prompt, max_tokens=max_tokens, seed=seed, stop=stop, **sampling))
+        return ''.join(
+            self.stream(prompt, max_tokens=max_tokens, seed=seed, stop=stop, parse_special=parse_special, **sampling)
+        )
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int = 128, seed: int = 0, **sampling: Any
@@ -130,18 +140,24 @@ class Model:
         max_tokens: int = 128,
         seed: int = 0,
         stop: Sequence[str] = (),
+        parse_special: bool = False,
         **sampling: Any,
     ) -> Iterator[str]:
         """Returns an iterator over the parts of a continuation or answer, as they are generated.
 
         Args:
             prompt: a text to continue, or messages to answer.
-            max_tokens, seed, stop, **sampling: see `generate`.
+            max_tokens, seed, stop, parse_special, **sampling: see `generate`.
 
         Raises:
             InputError: as `generate` and `chat`.
         """
-        ids = text_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else chat_prompt(self._model, prompt)
+        if isinstance(prompt, str):
+            ids = text_prompt(self.tokenizer, prompt, parse_special=parse_special)
+        elif parse_special:
+            raise InputError('parse_special: applies to texts, not to messages; remove it')
+        else:
+            ids = chat_prompt(self._model, prompt)
         names = [field.name for field in dataclasses.fields(Sampling)]
         unknown = sampling.keys() - {*names}
         if unknown:

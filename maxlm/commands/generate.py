@@ -47,10 +47,18 @@ def execute(options: argparse.Namespace) -> None:
 
     if options.interactive:
         engine, model = _with_engine(model, options, 1)
-        run_interactive(model, engine, request, chat=options.chat, read_line=input, output=sys.stdout)
+        run_interactive(
+            model,
+            engine,
+            request,
+            chat=options.chat,
+            parse_special=options.parse_special,
+            read_line=input,
+            output=sys.stdout,
+        )
         return
     if options.input:
-        lines = read_lines(options.input, model)
+        lines = read_lines(options.input, model, parse_special=options.parse_special)
         if not lines:
             raise InputError(f'{options.input}: the file contains no prompts; add lines with "prompt" or "messages"')
         engine, model = _with_engine(model, options, len(lines) * options.num_samples)
@@ -89,7 +97,7 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
         except InputError as error:
             raise InputError(f'--suffix: {error}') from error
     if not options.chat:
-        return text_prompt(model.tokenizer, text)
+        return text_prompt(model.tokenizer, text, parse_special=options.parse_special)
     try:
         return chat_prompt(model, [{'role': 'user', 'content': text}])
     except InputError as error:

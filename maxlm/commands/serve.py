@@ -66,7 +66,9 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
         model = model.without_params()
         engine.warm_up(lambda name: logger.info(f'compiling: {name}'))
         name = options.served_model_name or default_model_name(options.checkpoint)
-        served = ServedModel(name, model.step, model.tokenizer, model.chat, engine, details)
+        served = ServedModel(
+            name, model.step, model.tokenizer, model.chat, engine, details, parse_special=options.parse_special
+        )
         running = Server(
             served,
             limits,

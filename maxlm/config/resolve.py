@@ -71,6 +71,7 @@ def resolve(
     vocab_size: int,
     windows: int | None,
     capability: tuple[int, int] | None = None,
+    trained: tuple[int, int] = (0, 0),
 ) -> Config:
     """Fills in the keys that depend on the machine and on the dataset, so that they have explicit values.
 
@@ -81,6 +82,7 @@ def resolve(
         vocab_size: number of token ids of the dataset.
         windows: number of training sequences in one epoch of the dataset; None while it is being prepared.
         capability: (major, minor) compute capability of the GPUs, or None if unknown.
+        trained: steps and sequences before the last change of the batch size.
 
     Raises:
         InputError: the values are inconsistent. The message suggests values that work.
@@ -97,14 +99,16 @@ def resolve(
     elif train.hours or train.dollars:
         num_steps = UNDECIDED_STEPS
     elif train.num_tokens:
-        num_steps = -(-train.num_tokens // tokens_per_step)
+        steps, sequences = trained
+        num_steps = steps + max(0, -(-(train.num_tokens - sequences * window) // tokens_per_step))
     elif windows is None:
         raise InputError(
             f'train.num_epochs={train.num_epochs:g}: the data is still being prepared, so the length of an epoch is '
             'unknown; set train.num_steps or train.num_tokens, or wait for the end of the preparation'
         )
     else:
-        num_steps = max(1, round(train.num_epochs * windows / global_batch))
+        steps, sequences = trained
+        num_steps = max(1, steps + round((train.num_epochs * windows - sequences) / global_batch))
 
     model = config.model
     if model.vocab_size and model.vocab_size < vocab_size:

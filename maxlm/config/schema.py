@@ -48,6 +48,9 @@ class DataConfig:
     allow_dataset_change: bool = False
     # Prevent attention between documents in one sequence, and restart positions at each document.
     document_mask: bool = True
+    # Train the first token of each document, which the end-of-document token before it predicts. Loss masks of
+    # conversations take precedence. A run keeps the value with which it began.
+    train_first_token: bool = True
     # Number of threads that prefetch batches, in this process or in each worker.
     num_threads: int = 4
     # Number of prefetched batches.

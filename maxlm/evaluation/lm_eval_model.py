@@ -143,12 +143,12 @@ class LmEvalModel:
         """
         assert self._model.chat is not None, 'applying a chat template requires a model that has one'
         self._beginning = []
-        rendered = self._model.chat.template.render(chat_history, add_generation_prompt=add_generation_prompt)
-        text = rendered.spelled(0, len(rendered.text))
-        if add_generation_prompt:
-            return text
-        last = chat_history[-1]['content'].strip()
-        return text[: text.rindex(last) + len(last)]
+        rendered = self._model.chat.template.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return rendered.spelled(0, len(rendered.text))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the source of the chat template, for lm-eval's results."""

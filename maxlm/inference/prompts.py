@@ -6,16 +6,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlm.data.documents.messages import parse_messages
+from maxlm.data.tokenizer.parse_special import encode_with_special
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 
-def text_prompt(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Returns the token ids of a text to continue, by default after the beginning of text."""
-    (ids,) = tokenizer.encode_batch([text])
-    return [*(tokenizer.beginning_of_document if add_special_tokens else ()), *ids.tolist()]
+def text_prompt(
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
+) -> list[int]:
+    """Returns the token ids of a text to continue.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        text: the text.
+        add_special_tokens: put the beginning of text before it, unless the parsed text begins with it.
+        parse_special: names of special tokens become their ids; otherwise they are ordinary characters.
+    """
+    beginning = list(tokenizer.beginning_of_document) if add_special_tokens else []
+    if not parse_special:
+        (ids,) = tokenizer.encode_batch([text])
+        return [*beginning, *ids.tolist()]
+    parsed = encode_with_special(tokenizer, text).tolist()
+    # A rendered chat often begins with the token, and a model does not expect it twice.
+    return parsed if parsed[: len(beginning)] == beginning else [*beginning, *parsed]
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:

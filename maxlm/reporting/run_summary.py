@@ -22,7 +22,7 @@ from maxlm.telemetry.run_status import RunStatus, run_status
 # Kinds of events that are drawn as vertical lines on the curves, in addition to all alerts.
 _MARK_KINDS: dict[str, MarkKind] = {
     **{'resumed': 'restart', 'rollback': 'restart'},
-    **{'length': 'change', 'context': 'change'},
+    **dict.fromkeys(('length', 'context', 'batch', 'schedule'), 'change'),
     **{'failed': 'alert', 'diverged': 'alert'},
 }
 

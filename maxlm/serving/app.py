@@ -37,11 +37,12 @@ from maxlm.serving.schema.paths import (
     OPENAPI,
     PAGE,
     TOKENIZE,
+    TOKENIZER_INFO,
 )
 from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, parse_request, parse_tokenize
 from maxlm.serving.service import Service
 from maxlm.serving.streaming import CompletionResponse
-from maxlm.serving.tokenization import detokenize, tokenize
+from maxlm.serving.tokenization import detokenize, tokenize, tokenizer_info
 
 
 def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = (), docs: bool = False) -> ASGIApp:
@@ -203,6 +204,10 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
 
         return await read(request, parse, chat=False)
 
+    @app.get(TOKENIZER_INFO)
+    async def show_tokenizer() -> Response:
+        return JSONResponse(tokenizer_info(served))
+
 
 def _completion_response(
     service: Service, api_request: RequestBase, engine_requests: EngineRequests, *, chat: bool, started: float
@@ -216,6 +221,7 @@ def _completion_response(
         with_log_probs=engine_requests.requests[0].top_log_probs is not None,
         has_tools=engine_requests.has_tools,
         echoes=[echo for echo in engine_requests.echoes for _ in range(num_samples)],
+        prompts=[request.prompt for request in engine_requests.requests for _ in range(num_samples)],
     )
     options = api_request.stream_options
     return CompletionResponse(

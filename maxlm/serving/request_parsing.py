@@ -25,11 +25,15 @@ from maxlm.serving.schema.generation import (
     CompletionRequest,
     Message,
     RequestBase,
+    TemplateOptions,
     check_sizes,
     completion_prompts,
 )
 from maxlm.serving.schema.response_format import response_schema
 from maxlm.serving.schema.tools import call_options
+
+# Maximum number of log-probabilities of prompts in one response, which has about 30 bytes for each.
+MAX_PROMPT_SCORES = 2**20
 
 
 class ModelDetails(NamedTuple):
@@ -51,7 +55,10 @@ class ModelDetails(NamedTuple):
 
 
 class ServedModel(NamedTuple):
-    """A model and the name under which it is served."""
+    """A model and the name under which it is served.
+
+    With `parse_special`, names of special tokens in text prompts become their ids, unless a request says otherwise.
+    """
 
     name: str
     step: int
@@ -59,6 +66,7 @@ class ServedModel(NamedTuple):
     chat: ChatEncoder | None
     engine: EngineLike
     details: ModelDetails
+    parse_special: bool = False
 
 
 class EngineRequests(NamedTuple):
@@ -86,23 +94,30 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
     Raises:
         ApiError: a parameter is invalid, or the prompt does not fit.
     """
-    if api_request.echo and api_request.logprobs is not None:
-        raise ApiError(
-            400, 'echo: log-probabilities of prompts are not supported; remove echo or logprobs', param='echo'
-        )
     tokenizer = served.tokenizer
+    parse_special = served.parse_special if api_request.parse_special is None else api_request.parse_special
     prompts = completion_prompts(api_request, vocab_size=tokenizer.vocab_size, max_context=served.engine.max_context)
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_size(prompt + (api_request.suffix or ''), served, 'prompt')
+            check_size(prompt + (api_request.suffix or ''), served, 'prompt', parse_special=parse_special)
     try:
-        ids = [_encode_prompt(prompt, api_request, tokenizer) for prompt in prompts]
+        ids = [_encode_prompt(prompt, api_request, tokenizer, parse_special=parse_special) for prompt in prompts]
     except InputError as error:
         raise ApiError(400, str(error), param='prompt' if api_request.suffix is None else 'suffix') from error
     echoes = ['' for _ in ids]
     if api_request.echo:
         echoes = [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in prompts]
     limit = api_request.max_tokens
+    # Without tokens to generate, the scores of the prompt are all that the engine can compute.
+    score_prompt = bool(api_request.echo) and (api_request.logprobs is not None or limit == 0)
+    num_scores = sum(map(len, ids)) * (1 + (api_request.logprobs or 0)) * (api_request.n or 1)
+    if score_prompt and num_scores > MAX_PROMPT_SCORES:
+        raise ApiError(
+            400,
+            f'logprobs: {num_scores} log-probabilities of prompts exceed {MAX_PROMPT_SCORES}; send fewer prompts per '
+            'request',
+            param='logprobs',
+        )
     requests = [
         _engine_request(
             prompt,
@@ -112,6 +127,7 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
             max_allowed=max_tokens,
             top_log_probs=api_request.logprobs,
             param='prompt',
+            score_prompt=score_prompt,
         )
         for prompt in ids
     ]
@@ -133,7 +149,8 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     options = call_options(api_request.tools, api_request.tool_choice, api_request.parallel_tool_calls)
     if options is not None:
         check_tools(api_request, served)
-    ids = conversation_ids(api_request.messages, served, tools=() if options is None else options.tools)
+    tools = () if options is None else options.tools
+    ids = conversation_ids(api_request.messages, served, tools=tools, options=api_request)
     top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
     request = _engine_request(
@@ -163,9 +180,13 @@ def check_tools(api_request: ChatCompletionRequest, served: ServedModel) -> None
 
 
 def conversation_ids(
-    messages: Sequence[Message], served: ServedModel, *, tools: Sequence[dict[str, Any]] = ()
+    messages: Sequence[Message],
+    served: ServedModel,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    options: TemplateOptions | None = None,
 ) -> list[int]:
-    """Returns the token ids of a conversation and the beginning of its next message.
+    """Returns the token ids of a conversation, by default with the beginning of its next message.
 
     Raises:
         ApiError: the model has no chat template, the template rejects the conversation, or the text is too long.
@@ -178,8 +199,16 @@ def conversation_ids(
             code='no_chat_template',
         )
     turns = [_turn(message, number, served) for number, message in enumerate(messages)]
+    continues = bool(options and options.continue_final_message)
+    begins_answer = options is None or options.add_generation_prompt is not False
     try:
-        rendered = served.chat.render_prompt(turns, tools=tools)
+        rendered = served.chat.render_prompt(
+            turns,
+            tools=tools,
+            add_generation_prompt=not continues and begins_answer,
+            continue_final_message=continues,
+            template_kwargs=options.chat_template_kwargs if options else None,
+        )
         # Check the length after rendering, because a template may omit much of its input.
         check_size(rendered.text, served, 'messages')
         return served.chat.encode_rendered(rendered).tolist()
@@ -197,9 +226,9 @@ def _turn(message: Message, number: int, served: ServedModel) -> dict[str, Any]:
         raise ApiError(400, f'{param}: {error.problem}', param=param) from error
 
 
-def check_size(text: str, served: ServedModel, param: str) -> None:
+def check_size(text: str, served: ServedModel, param: str, *, parse_special: bool = False) -> None:
     """Raises ApiError, before tokenization, if a text is certainly longer than the context."""
-    longest, size = longest_token(served.tokenizer), len(text.encode())
+    longest, size = longest_token(served.tokenizer, parse_special=parse_special), len(text.encode())
     if longest is not None and size > longest * served.engine.max_context:
         raise ApiError(
             400,
@@ -209,13 +238,20 @@ def check_size(text: str, served: ServedModel, param: str) -> None:
         )
 
 
-def _encode_prompt(prompt: str | list[int], api_request: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+def _encode_prompt(
+    prompt: str | list[int], api_request: CompletionRequest, tokenizer: Tokenizer, *, parse_special: bool
+) -> list[int]:
     if api_request.suffix is not None:
         if not isinstance(prompt, str):
             raise InputError('suffix: the prompt must be a string')
         return infill_prompt(tokenizer, prompt, api_request.suffix)
     if isinstance(prompt, str):
-        return text_prompt(tokenizer, prompt, add_special_tokens=api_request.add_special_tokens is not False)
+        return text_prompt(
+            tokenizer,
+            prompt,
+            add_special_tokens=api_request.add_special_tokens is not False,
+            parse_special=parse_special,
+        )
     return prompt
 
 
@@ -229,9 +265,10 @@ def _engine_request(
     top_log_probs: int | None,
     param: str,
     grammar: str = '',
+    score_prompt: bool = False,
 ) -> Request:
     available = served.engine.max_context - len(ids)
-    if available < (limit or 1):
+    if available < (1 if limit is None else limit):
         detail = '' if limit is None else f' and max_tokens={limit}'
         raise ApiError(
             400,
@@ -245,7 +282,7 @@ def _engine_request(
     try:
         request = Request(
             prompt=tuple(ids),
-            max_tokens=limit or min(available, max_allowed or available),
+            max_tokens=min(available, max_allowed or available) if limit is None else limit,
             sampling=_sampling(api_request),
             seed=secrets.randbelow(MAX_SEED + 1) if api_request.seed is None else api_request.seed,
             num_samples=api_request.n or 1,
@@ -253,6 +290,7 @@ def _engine_request(
             top_log_probs=top_log_probs,
             ignore_eos=bool(api_request.ignore_eos),
             grammar=grammar if schema is None else json_grammar(schema),
+            score_prompt=score_prompt,
         )
         served.engine.check(request)
     except InputError as error:

@@ -7,11 +7,12 @@ import itertools
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.inference.engine.requests import Delta, GeneratedToken
+from maxlm.inference.detokenizer import TextStream
+from maxlm.inference.engine.requests import Delta, GeneratedToken, PromptScores
 from maxlm.inference.tool_calls import ToolCall, ToolCallParser
 
 # OpenAI's value for impossible tokens, because JSON has no infinity.
@@ -28,19 +29,106 @@ class Token(NamedTuple):
 
 
 class TokenDecoder:
-    """Decodes single tokens and caches the results."""
+    """Decodes single tokens and caches the results. Thread-safe.
+
+    Attributes:
+        tokenizer: the tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.decode = functools.lru_cache(_CACHE_SIZE)(self._decode)
 
     def _decode(self, token_id: int) -> Token:
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         # Decode the token after itself: some tokenizers drop the leading space of the first token.
         text = tokenizer.decode([token_id, token_id])[len(tokenizer.decode([token_id])) :]
         if _REPLACEMENT not in text:
             return Token(text, list(text.encode()))
         return Token(text, [token_id] if tokenizer.kind == 'bytes' and token_id < 256 else None)
+
+
+def _chat_log_probs(token_decoder: TokenDecoder, tokens: Iterable[GeneratedToken]) -> dict[str, Any]:
+    """Returns the log-probabilities of a chat completion."""
+
+    def entry(token_id: int, log_prob: float) -> dict[str, Any]:
+        token = token_decoder.decode(token_id)
+        return {'token': token.text, 'logprob': _finite(log_prob), 'bytes': token.bytes}
+
+    content = [
+        {**entry(token.id, token.log_prob), 'top_logprobs': [entry(*one) for one in token.top]} for token in tokens
+    ]
+    return {'content': content, 'refusal': None}
+
+
+class _CompletionLogProbs:
+    """Lists of tokens, log-probabilities and text offsets of one choice.
+
+    As in vLLM, they include the end token that ended the choice, although it is not part of the text. A client that
+    requests one token after an echo therefore always finds it last.
+    """
+
+    def __init__(self, token_decoder: TokenDecoder, prompt: Sequence[int], echo: str):
+        """Initializes the lists.
+
+        Args:
+            token_decoder: decoder of single tokens.
+            prompt: token ids before the choice.
+            echo: text that the choice begins with.
+        """
+        self._token_decoder, self._prompt, self._echo = token_decoder, prompt, echo
+        self._text = TextStream(token_decoder.tokenizer, prompt, ())
+        self._offset = len(echo)
+
+    def fields(self, deltas: Iterable[Delta]) -> dict[str, list[Any]]:
+        """Returns the lists for the tokens of new deltas, preceded by the prompt in the delta with its scores."""
+        rows = [row for delta in deltas for row in self._rows(delta)]
+        names = ('tokens', 'token_logprobs', 'top_logprobs', 'text_offset')
+        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+    def _rows(self, delta: Delta) -> Iterator[tuple[str, float | None, dict[str, float] | None, int]]:
+        if delta.prompt_scores is not None:
+            yield from self._prompt_rows(delta.prompt_scores)
+        for token in delta.tokens:
+            yield self._row(token.id, token.log_prob, token.top, self._offset)
+            self._offset += len(self._text.add(token.id))
+        if delta.end_token is not None:
+            end = delta.end_token
+            yield self._row(end.id, end.log_prob, end.top, self._offset)
+
+    def _prompt_rows(self, scores: PromptScores) -> Iterator[tuple[str, float | None, dict[str, float] | None, int]]:
+        tokenizer = self._token_decoder.tokenizer
+        beginning = tuple(tokenizer.beginning_of_document)
+        # The beginning of text that precedes a text prompt is no part of its echo.
+        is_hidden = tuple(self._prompt[: len(beginning)]) == beginning and not self._echo.startswith(
+            tokenizer.decode(beginning)
+        )
+        num_hidden = len(beginning) if is_hidden else 0
+        stream, offset = TextStream(tokenizer, (), ()), 0
+        values = zip(
+            scores.log_prob_T.tolist(), scores.top_ids_TC.tolist(), scores.top_log_probs_TC.tolist(), strict=True
+        )
+        for index, token_id in enumerate(self._prompt):
+            # The text of an echo may be shorter than its decoded tokens, for example without a space at the beginning.
+            place = min(offset, len(self._echo))
+            if index:
+                log_prob, top_ids, top_log_probs = next(values)
+                yield self._row(token_id, log_prob, zip(top_ids, top_log_probs, strict=True), place)
+            else:
+                # Nothing precedes the first token.
+                yield self._token_decoder.decode(token_id).text, None, None, place
+            offset += len(stream.add(token_id)) if index >= num_hidden else 0
+
+    def _row(
+        self, token_id: int, log_prob: float, top: Iterable[tuple[int, float]], offset: int
+    ) -> tuple[str, float, dict[str, float], int]:
+        """Returns the entries of a token. The most likely tokens include it, as in OpenAI's API."""
+        text, likely = self._token_decoder.decode(token_id).text, dict[str, float]()
+        for other_id, value in top:
+            # Partial characters have the same text. The most likely one comes first.
+            likely.setdefault(self._token_decoder.decode(other_id).text, _finite(value))
+        likely.setdefault(text, _finite(log_prob))
+        return text, _finite(log_prob), likely, offset
 
 
 class ResponseBuilder:
@@ -58,6 +146,7 @@ class ResponseBuilder:
         token_decoder: TokenDecoder,
         with_log_probs: bool,
         echoes: Sequence[str],
+        prompts: Sequence[Sequence[int]] = (),
         has_tools: bool = False,
     ):
         """Initializes the builder.
@@ -69,10 +158,13 @@ class ResponseBuilder:
             token_decoder: decoder of single tokens.
             with_log_probs: return log-probabilities.
             echoes: prefix text of each choice.
+            prompts: token ids of the prompt of each choice. Required for log-probabilities of completions.
             has_tools: the text may contain tool calls.
         """
         self.chat = chat
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
+        # True if responses may be large, because they have log-probabilities of the prompts.
+        self.is_large = with_log_probs and any(echoes)
         self._object = 'chat.completion' if chat else 'text_completion'
         self._base_fields = {
             'id': f'{"chatcmpl" if chat else "cmpl"}-{uuid.uuid4().hex}',
@@ -81,31 +173,35 @@ class ResponseBuilder:
             'system_fingerprint': f'step-{step}',
         }
         self._parsers = [ToolCallParser() for _ in echoes] if has_tools else None
-        # Number of characters of each choice so far, for `text_offset`.
-        self._offsets = [len(echo) for echo in echoes]
+        self._lists = [
+            _CompletionLogProbs(token_decoder, prompt, echo)
+            for prompt, echo in (zip(prompts, echoes, strict=True) if with_log_probs and not chat else ())
+        ]
 
     def first_chunks(self) -> list[dict[str, Any]]:
         """Returns the chunks of a stream that precede all generated text."""
         if self.chat:
             start = {'delta': {'role': 'assistant', 'content': ''}, 'logprobs': None, 'finish_reason': None}
             return [self._chunk([{'index': i, **start}]) for i in range(len(self._echoes))]
+        # With log-probabilities, an echo belongs to the delta that has those of the prompt.
         return [
             self._chunk([{'index': i, 'text': echo, 'logprobs': None, 'finish_reason': None}])
-            for i, echo in enumerate(self._echoes)
+            for i, echo in enumerate(() if self._with_log_probs else self._echoes)
             if echo
         ]
 
     def chunk(self, choice: int, delta: Delta) -> dict[str, Any]:
         """Returns the stream chunk for one delta of a choice."""
         finish_reason: str | None = delta.finish_reason
-        text: dict[str, Any] = {'text': delta.text}
+        is_echo = self._with_log_probs and delta.prompt_scores is not None
+        text: dict[str, Any] = {'text': (self._echoes[choice] if is_echo else '') + delta.text}
         if self.chat:
             content, calls, finish_reason = self._split(choice, delta.text, finish_reason)
             # The number of calls before this delta.
             first = self._parsers[choice].num_calls - len(calls) if self._parsers else 0
             numbered = [{'index': first + i, **call.fields} for i, call in enumerate(calls)]
             text = {'delta': ({'content': content} if content else {}) | ({'tool_calls': numbered} if calls else {})}
-        log_probs = self._log_probs(choice, delta.tokens)
+        log_probs = self._log_probs(choice, [delta])
         return self._chunk([{'index': choice, **text, 'logprobs': log_probs, 'finish_reason': finish_reason}])
 
     def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
@@ -125,8 +221,7 @@ class ResponseBuilder:
                 # OpenAI's content is null if there are only calls.
                 message = {'role': 'assistant', 'content': answer or (None if calls else ''), 'refusal': None}
                 content = {'message': message | fields}
-            tokens = tuple(itertools.chain.from_iterable(delta.tokens for delta in choice_deltas))
-            log_probs = self._log_probs(index, tokens)
+            log_probs = self._log_probs(index, choice_deltas)
             choices.append({'index': index, **content, 'logprobs': log_probs, 'finish_reason': finish_reason})
         return {**self._base_fields, 'object': self._object, 'choices': choices, 'usage': usage}
 
@@ -148,32 +243,12 @@ class ResponseBuilder:
             'choices': choices,
         }
 
-    def _log_probs(self, choice: int, tokens: Sequence[GeneratedToken]) -> dict[str, Any] | None:
+    def _log_probs(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:
         if not self._with_log_probs:
             return None
-        return self._chat_log_probs(tokens) if self.chat else self._completion_log_probs(choice, tokens)
-
-    def _chat_log_probs(self, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
-        def entry(token_id: int, log_prob: float) -> dict[str, Any]:
-            token = self._token_decoder.decode(token_id)
-            return {'token': token.text, 'logprob': _finite(log_prob), 'bytes': token.bytes}
-
-        content = [
-            {**entry(token.id, token.log_prob), 'top_logprobs': [entry(*one) for one in token.top]} for token in tokens
-        ]
-        return {'content': content, 'refusal': None}
-
-    def _completion_log_probs(self, choice: int, tokens: Sequence[GeneratedToken]) -> dict[str, Any]:
-        texts = [self._token_decoder.decode(token.id).text for token in tokens]
-        offsets = list(itertools.accumulate(map(len, texts), initial=self._offsets[choice]))
-        self._offsets[choice] = offsets.pop()
-        top = [{self._token_decoder.decode(i).text: _finite(value) for i, value in token.top} for token in tokens]
-        return {
-            'tokens': texts,
-            'token_logprobs': [_finite(token.log_prob) for token in tokens],
-            'top_logprobs': top,
-            'text_offset': offsets,
-        }
+        if not self.chat:
+            return self._lists[choice].fields(deltas)
+        return _chat_log_probs(self._token_decoder, itertools.chain.from_iterable(delta.tokens for delta in deltas))
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -186,4 +261,5 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def _finite(log_prob: float) -> float:
+    """Returns a log-probability as a number that JSON has."""
     return log_prob if math.isfinite(log_prob) else _MIN_LOG_PROB

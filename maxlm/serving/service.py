@@ -111,10 +111,8 @@ class PendingRequest:
         if isinstance(item, ApiError):
             raise item
         if item[1].finish_reason == 'failed':
-            if not self._service.engine_thread.failed:
-                raise ApiError(
-                    500, 'the schema is too complex to continue the response; simplify it', kind=SERVER, code='grammar'
-                )
+            if item[1].error:
+                raise ApiError(500, item[1].error, kind=SERVER, code='grammar')
             raise ApiError(500, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
         if item[1].finish_reason == 'cancelled':
             raise ApiError(503, 'the request was cancelled', kind=SERVER, code='cancelled')

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import functools
 import json
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -19,6 +21,7 @@ from maxlm.serving.service import PendingRequest
 KEEPALIVE_SECONDS = 15.0
 _KEEPALIVE = b': still here\n\n'
 _DONE = b'data: [DONE]\n\n'
+_T = TypeVar('_T')
 _STREAM_HEADERS = (
     (b'content-type', b'text/event-stream; charset=utf-8'),
     (b'cache-control', b'no-cache'),
@@ -84,8 +87,9 @@ class CompletionResponse(EngineResponse):
             for choice, delta in await self._request.next_deltas(KEEPALIVE_SECONDS):
                 deltas[choice].append(delta)
                 num_unfinished -= delta.finish_reason is not None
-        content = self._builder.response(deltas, usage(self._prompt_tokens, self._request.generated_tokens))
-        await JSONResponse(content)(scope, receive, send)
+        token_usage = usage(self._prompt_tokens, self._request.generated_tokens)
+        response = await self._encoded(lambda: JSONResponse(self._builder.response(deltas, token_usage)))
+        await response(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         num_unfinished = self._request.num_choices
@@ -95,8 +99,8 @@ class CompletionResponse(EngineResponse):
             while num_unfinished:
                 deltas = await self._request.next_deltas(KEEPALIVE_SECONDS)
                 num_unfinished -= sum(delta.finish_reason is not None for _, delta in deltas)
-                chunks = [self._builder.chunk(choice, delta) for choice, delta in deltas if _has_content(delta)]
-                await _send_body(send, b''.join(map(_sse_event, chunks)) if deltas else _KEEPALIVE)
+                events = await self._encoded(functools.partial(self._events, deltas))
+                await _send_body(send, events if deltas else _KEEPALIVE)
         except ApiError as error:
             await _send_body(send, _sse_event(error.body), more=False)
             return
@@ -104,6 +108,14 @@ class CompletionResponse(EngineResponse):
             token_usage = usage(self._prompt_tokens, self._request.generated_tokens)
             await _send_body(send, _sse_event(self._builder.usage_chunk(token_usage)))
         await _send_body(send, _DONE, more=False)
+
+    def _events(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        chunks = (self._builder.chunk(choice, delta) for choice, delta in deltas if _has_content(delta))
+        return b''.join(map(_sse_event, chunks))
+
+    async def _encoded(self, encode: Callable[[], _T]) -> _T:
+        """Returns `encode()`, for large responses from a thread, because other requests must not wait for it."""
+        return await asyncio.to_thread(encode) if self._builder.is_large else encode()
 
 
 def _has_content(delta: Delta) -> bool:

@@ -19,11 +19,14 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ApiError: the text cannot be tokenized, or the conversation cannot be rendered.
     """
     if request.messages:
-        ids = conversation_ids(request.messages, served)
+        ids = conversation_ids(request.messages, served, options=request)
     else:
         try:
             ids = text_prompt(
-                served.tokenizer, request.prompt or '', add_special_tokens=request.add_special_tokens is not False
+                served.tokenizer,
+                request.prompt or '',
+                add_special_tokens=request.add_special_tokens is not False,
+                parse_special=served.parse_special if request.parse_special is None else request.parse_special,
             )
         except InputError as error:
             raise ApiError(400, f'prompt: {error}', param='prompt') from error
@@ -41,3 +44,27 @@ def detokenize(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any
     if not all(0 <= i < vocab_size for i in request.tokens):
         raise ApiError(400, f'tokens: token ids must be from 0 to {vocab_size - 1}', param='tokens')
     return {'prompt': served.tokenizer.decode(request.tokens)}
+
+
+def tokenizer_info(served: ServedModel) -> dict[str, Any]:
+    """Returns facts about the tokenizer for clients that tokenize with this server, such as lm-eval.
+
+    They encode the names of special tokens with /tokenize, so these must become ids.
+
+    Raises:
+        ApiError: the server encodes names of special tokens as text.
+    """
+    if not served.parse_special:
+        raise ApiError(
+            404, 'tokenizer_info: requires a server with --parse-special; restart it with this option', code='not_found'
+        )
+    tokenizer = served.tokenizer
+    beginning = tokenizer.beginning_of_document
+    return {
+        'tokenizer_class': 'PreTrainedTokenizerFast',
+        'model_max_length': served.engine.max_context,
+        'bos_token': tokenizer.special_tokens[beginning[-1]].content if beginning else None,
+        'eos_token': tokenizer.special_tokens[tokenizer.end_of_document].content,
+        'pad_token': None,
+        'chat_template': None if served.chat is None else served.chat.template.source,
+    }

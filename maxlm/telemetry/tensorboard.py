@@ -19,7 +19,8 @@ class TensorBoard:
     """Tracker for TensorBoard. Each segment of a run writes its own file, which replaces repeated steps.
 
     A background thread imports TensorFlow and writes the files. The thread starts at the first write, because the
-    import would delay the first step by seconds. A later call raises the errors of the thread.
+    import would delay the first step by seconds. A later call raises the errors of the thread. Each write is flushed,
+    so that a killed run keeps its last steps.
     """
 
     def __init__(self, directory: Path, config: Config):
@@ -76,7 +77,11 @@ class TensorBoard:
             self._after_step = None
         while self._calls and self._calls[0].done():
             self._calls.popleft().result()
-        self._calls.append(self._thread.submit(call))
+        self._calls.append(self._thread.submit(self._write, call))
+
+    def _write(self, call: Callable[[], None]) -> None:
+        call()
+        self._writer.flush()
 
     def _open_writer(self, after_step: int) -> None:
         from clu import metric_writers

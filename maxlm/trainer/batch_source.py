@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -64,6 +65,7 @@ def prefetched_batches(
         # Unlike the cuts, stages count batches of the data and not steps: otherwise skipped batches would change.
         sources_schedule=config.source_stages,
         teacher=corpus.teacher_outputs(config),
+        batch_sizes=decisions.batch_sizes,
     )
     growing = GrowingBatches(corpus, make) if corpus.training_windows is None else None
     data = growing.available if growing else make(corpus)
@@ -116,11 +118,21 @@ class BatchSource(Protocol):
         names: names of the sources with separate losses.
         windows_per_epoch: number of rows in an epoch; None if it is unknown, because the data is being prepared.
         tokenizer_path: path of the tokenizer; its directory can also contain a chat template.
+        follows_batch_size: True if a run whose batch size has changed continues with the next sequence.
     """
 
+    follows_batch_size: bool = False
     names: tuple[str, ...]
     windows_per_epoch: int | None
     tokenizer_path: Path
+
+    def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
+        """Returns the config with the values that a run keeps, given the `fingerprint` in its newest checkpoint or {}.
+
+        It also applies them to the source.
+        """
+        del data
+        return config
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
@@ -158,7 +170,7 @@ class BatchSource(Protocol):
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Continues with the `state_arrays` of the restored checkpoint."""
 
-    def sources(self, config: Config) -> SourceMetrics:
+    def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
         """Returns the metrics per source."""
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
@@ -181,6 +193,8 @@ class BatchSource(Protocol):
 class TextBatches:
     """Batches of a prepared corpus, in an order that does not depend on the training state."""
 
+    follows_batch_size = True
+
     def __init__(self, corpus: TrainingData):
         self.corpus = corpus
         self.names = corpus.names
@@ -192,6 +206,18 @@ class TextBatches:
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
         self._fim_ids = Tokenizer.load(self.tokenizer_path).infill_ids if has_fim else None
+
+    def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
+        """See `BatchSource`. A run keeps `data.train_first_token`; runs that began before this key have False."""
+        keeps, key = bool(data.get('train_first_token')), 'data.train_first_token'
+        if not data or keeps == config.data.train_first_token:
+            return config
+        logger.info(f'{key}={keeps}: the run continues as it began; {key}={not keeps} needs a new run')
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_first_token=keeps))
+        self.corpus = dataclasses.replace(
+            self.corpus, data=dataclasses.replace(self.corpus.data, train_first_token=keeps)
+        )
+        return config
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `TrainingData.fingerprint`."""
@@ -257,9 +283,10 @@ class TextBatches:
         """Does nothing."""
         del arrays
 
-    def sources(self, config: Config) -> SourceMetrics:
+    def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
         """See `BatchSource`."""
-        return SourceStats(self.corpus, self.corpus.mixture(config.train.global_batch_size, config.source_stages))
+        mixture = self.corpus.mixture(config.train.global_batch_size, config.source_stages, decisions.batch_sizes)
+        return SourceStats(self.corpus, mixture)
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """See `BatchSource`."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from etils import epath
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.conversion.quantized_init import open_initial
 from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer
-from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
 from maxlm.config.schema import Config
-from maxlm.data.loader.batches import fingerprint_changes
-from maxlm.data.loader.skipped_batches import skip_steps
+from maxlm.data.loader.batch_rows import BatchRows
+from maxlm.data.loader.batches import check_same_data
+from maxlm.data.loader.position import Position
+from maxlm.data.loader.skipped_batches import data_index, skip_steps
 from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -37,12 +38,14 @@ from maxlm.trainer.run_context import RunContext
 from maxlm.training.reference import reference_config, to_reference
 from maxlm.training.run_control import Rollback, RunControl, from_json, rolled_back, to_json
 from maxlm.training.run_length import at_start
+from maxlm.training.schedule_change import schedule_change
 from maxlm.training.state import Params, TrainState, init_state
-from maxlm.workdir.files import TOKENIZER
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
+from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
+# Entry of the data fingerprint.
+GLOBAL_BATCH = 'global_batch'
 
 
 class RunCheckpoints:
@@ -54,6 +57,7 @@ class RunCheckpoints:
 
     def __init__(self, checkpoints: Checkpoints, prepared: PreparedStep, source: BatchSource, context: RunContext):
         self._checkpoints, self._source, self._recorder = checkpoints, source, context.recorder
+        self._workdir = context.workdir
         self._config, self._layout, self._abstract, _ = prepared
         self._fingerprint = source.fingerprint(self._config) | reference_metadata(self._config)
         self.best_loss = math.inf
@@ -62,18 +66,43 @@ class RunCheckpoints:
         """Returns the state of the newest checkpoint, or the initial state, and the decisions of the run so far."""
         reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
         with self._recorder.timeline.phase('restore') if reads else contextlib.nullcontext():
-            state, history, source = restore_or_initialize(
+            state, history, source, data = restore_or_initialize(
                 self._config,
                 tokenizer=self._source.tokenizer_path,
                 layout=self._layout,
                 abstract=self._abstract,
                 checkpoints=self._checkpoints,
                 facts=self._fingerprint,
+                follows=(GLOBAL_BATCH,) if self._source.follows_batch_size else (),
             )
         self._source.load_state_arrays(source)
         # Used for workdirs without metrics.
         self.best_loss = float(history.get('best_loss', math.inf))
-        return state, at_start(from_json(history.get('decisions')), self._config, int(state.step))
+        return state, self._continued(from_json(history.get('decisions')), state, data)
+
+    def _continued(self, before: RunControl, state: TrainState, data: Mapping[str, Any]) -> RunControl:
+        """Returns the restored decisions adapted to the config, and reports what it changes."""
+        step, now = int(state.step), self._config.train.global_batch_size
+        decisions = at_start(before, self._config, step)
+        if step and self._source.follows_batch_size and (size := data.get(GLOBAL_BATCH, now)) != now:
+            decisions = with_batch_size(decisions, step, before=size, now=now)
+            row = BatchRows.of(now, decisions.batch_sizes).first_row(data_index(step, decisions.skips))
+            text = (
+                f'train.global_batch_size was {size} and is {now}: step {step + 1} continues with sequence {row + 1:,} '
+                'of the data, the first that was not read'
+            )
+            self._report('batch', text, step)
+        if step and jax.process_index() == 0 and (self._workdir / CONFIG).is_file():
+            old, skipped = read_config(self._workdir), int(state.skipped)
+            change = schedule_change(old, self._config, before=before, now=decisions, step=step, skipped=skipped)
+            if change:
+                text, old_rate, rate = change
+                self._report('schedule', text, step, old_learning_rate=old_rate, learning_rate=rate)
+        return decisions
+
+    def _report(self, kind: str, text: str, step: int, **extra: float) -> None:
+        logger.info(text)
+        self._recorder.record_event(kind, text, step=step, **extra)
 
     def save(
         self,
@@ -144,17 +173,12 @@ class RunCheckpoints:
         return self._checkpoints.wait()
 
 
-def newest_decisions(workdir: Any) -> tuple[int, RunControl]:
-    """Returns the step from which a run will resume and its decisions, without reading the state."""
-    steps = saved_steps(workdir)
-    if not steps:
-        return 0, RunControl()
-    try:
-        history = read_json(workdir / CHECKPOINTS_DIR / str(steps[-1]) / 'progress').get('history', {})
-    except CorruptCheckpointError:
-        # Either an older checkpoint will be used, or the checkpoint is an import, which has no history.
-        history = {}
-    return steps[-1], from_json(history.get('decisions'))
+def with_batch_size(decisions: RunControl, step: int, *, before: int, now: int) -> RunControl:
+    """Returns the decisions of a run that resumes with another global batch size; see `Position.after_change`."""
+    if before == now:
+        return decisions
+    sizes, skips = Position(decisions.batch_sizes, decisions.skips).after_change(step, before=before, now=now)
+    return decisions._replace(batch_sizes=sizes, skips=skips)
 
 
 def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenizer: Path | None = None) -> None:
@@ -228,8 +252,9 @@ def restore_or_initialize(
     abstract: TrainState,
     checkpoints: Checkpoints,
     facts: dict[str, Any],
-) -> tuple[TrainState, Mapping[str, Any], Mapping[str, np.ndarray]]:
-    """Returns the state before the next step, and the history and `BatchSource.state_arrays` saved with it.
+    follows: Collection[str] = (),
+) -> tuple[TrainState, Mapping[str, Any], Mapping[str, np.ndarray], Mapping[str, Any]]:
+    """Returns the state before the next step, and the history, state arrays and facts saved with it.
 
     Args:
         config: resolved config.
@@ -238,6 +263,7 @@ def restore_or_initialize(
         abstract: the result of `abstract_state`.
         checkpoints: checkpoints of the run's workdir. The newest complete one is restored.
         facts: `BatchSource.fingerprint` and `reference_metadata`, which must equal those of the checkpoint.
+        follows: names of facts that may differ.
 
     Raises:
         InputError: the checkpoint cannot be read, or has another model, optimizer, data order or tokenizer.
@@ -248,8 +274,12 @@ def restore_or_initialize(
             initialize_state(config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints),
             {},
             {},
+            {},
         )
-    _check_same_data(restored.fingerprint, facts, allow_dataset_change=config.data.allow_dataset_change)
+    stored, present = (
+        {name: fact for name, fact in each.items() if name not in follows} for each in (restored.fingerprint, facts)
+    )
+    check_same_data(stored, present, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state
     if config.teacher is not None:
@@ -260,7 +290,7 @@ def restore_or_initialize(
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract))
-    return state, restored.history, restored.source
+    return state, restored.history, restored.source, restored.fingerprint
 
 
 def initialize_state(
@@ -349,18 +379,6 @@ def reference_of(config: Config, params: Params, abstract: TrainState) -> Params
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.reference)
     reference: Params = jax.jit(partial(to_reference, reference_config(config)), out_shardings=shardings)(params)
     return reference
-
-
-def _check_same_data(stored: dict[str, Any], present: dict[str, Any], *, allow_dataset_change: bool) -> None:
-    """Checks that the data order is unchanged, because the step is the position in the data only for the same order."""
-    changes = fingerprint_changes(stored, present)
-    if changes and not allow_dataset_change:
-        raise InputError(
-            f'the run cannot resume with different data: {changes}; restore the previous data, use a new workdir, or '
-            f'set data.allow_dataset_change=True to continue at the same step of the new data order'
-        )
-    if changes:
-        logger.warning(f'resuming with different data (data.allow_dataset_change=True): {changes}')
 
 
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.data.loader.batch_rows import Changes, sequences_after
 from maxlm.evaluation.validation import Evaluation
 from maxlm.log import logger
 from maxlm.telemetry.cost import cost_text
@@ -44,6 +45,7 @@ class Reporter:
         bar: tqdm,
         windows_per_epoch: int | None,
         sources: SourceMetrics,
+        batch_sizes: Changes = (),
         warn: Callable[[str], None] = logger.warning,
         costs: Callable[[int, int | None], dict[str, float]] = lambda step, num_steps: {},
         devices: Callable[[], dict[str, float]] = dict,
@@ -56,6 +58,7 @@ class Reporter:
             bar: progress bar.
             windows_per_epoch: number of rows in an epoch; None if it is unknown.
             sources: metrics per data source.
+            batch_sizes: sizes of the global batch so far.
             warn: called with a message for each skipped step.
             costs: returns cost metrics, see `RunRecorder.metrics`.
             devices: returns device metrics, see `DeviceReadings.metrics`.
@@ -66,7 +69,7 @@ class Reporter:
         self._throughput = throughput
         self._bar = bar
         self._windows_per_epoch = windows_per_epoch
-        self._sources = sources
+        self._sources, self._batch_sizes = sources, batch_sizes
         self._warn, self._costs, self._devices, self._on_log_line = warn, costs, devices, on_log_line
         self._pending: _Pending | None = None
         self._skipped = 0
@@ -139,7 +142,7 @@ class Reporter:
 
     def log_sources(self, num_steps: int) -> None:
         """Logs how a run of `num_steps` steps uses each weighted source."""
-        self._sources.log_start(num_steps * self._config.train.global_batch_size)
+        self._sources.log_start(self._sequences(num_steps))
 
     def change_config(self, config: Config) -> None:
         """Sets the config after the run has decided a new length or new learning rates."""
@@ -183,7 +186,7 @@ class Reporter:
         self._warn(f'step {step:>7}  skipped: {why} ({self._skipped} skipped so far)')
 
     def _report(self, step: int, values: dict[str, Any], batch_metrics: dict[str, float]) -> None:
-        sequences = step * self._config.train.global_batch_size
+        sequences = self._sequences(step)
         perf = self._throughput.read_interval()
         loss = float(values['loss'])
         # `min` returns the first argument if the second one is NaN.
@@ -236,6 +239,9 @@ class Reporter:
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')
         self._on_log_line(perf)
+
+    def _sequences(self, step: int) -> int:
+        return sequences_after(step, self._config.train.global_batch_size, self._batch_sizes)
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         if self._writer:

@@ -45,7 +45,7 @@ from maxlm.rewards.open_functions import open_functions
 from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rewards.rewards import Task, UserRewardError
 from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
-from maxlm.trainer.batch_source import SourceUpdate
+from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
@@ -58,7 +58,7 @@ from maxlm.workdir.files import TOKENIZER
 SHOWN = 2
 
 
-class RolloutBatches:
+class RolloutBatches(BatchSource):
     """Batches of GRPO rollouts; see `maxlm.trainer.batch_source.BatchSource`."""
 
     names: tuple[str, ...] = ()
@@ -251,9 +251,9 @@ class RolloutBatches:
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
 
-    def sources(self, config: Config) -> SourceMetrics:
+    def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
         """See `BatchSource`."""
-        del config
+        del config, decisions
         return NullSourceMetrics()
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import jax
 
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
+from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
@@ -25,9 +26,9 @@ from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.checkpointing import check_init_from, check_teacher, newest_decisions
+from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_teacher, with_batch_size
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
-from maxlm.trainer.run_context import RunContext, open_run
+from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
@@ -82,7 +83,7 @@ def run(
     with contextlib.ExitStack() as stack:
         cache = enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)
-        resolver: Callable[[Config], Config] = partial(
+        resolver: partial[Config] = partial(
             resolve,
             platform=jax.default_backend(),
             num_devices=jax.device_count(),
@@ -114,7 +115,13 @@ def run(
                 checkpoints=context.checkpoints,
                 record_event=context.recorder.record_event,
             )
-        first_step, decisions = newest_decisions(context.checkpoints)
+        first_step, decisions, data = newest_progress(context.checkpoints)
+        config = source.continued(config, data)
+        if source.follows_batch_size and data:
+            now = sample.train.global_batch_size
+            decisions = with_batch_size(decisions, first_step, before=data.get(GLOBAL_BATCH, now), now=now)
+            # The rest of a length in tokens or epochs.
+            resolver = partial(resolver, trained=trained_before(decisions.batch_sizes))
         prepared = compile_step(
             config,
             resolver,

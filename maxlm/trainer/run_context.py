@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from maxlm.checkpoint.fetch import THREADS, fetch_checkpoint
+from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.listing import list_checkpoints, resolve_checkpoint
 from maxlm.checkpoint.manager import find_step, saved_steps
 from maxlm.config.loading import from_json
@@ -32,9 +33,11 @@ from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, steps_to_delete
 from maxlm.training.run_control import RunControl
+from maxlm.training.run_control import from_json as decisions_from_json
 from maxlm.workdir.files import CONFIG, HF_CONFIG, check_same_model, model_difference, open_workdir, write_run_files
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 
 class RunContext(NamedTuple):
@@ -221,6 +224,39 @@ def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     )
     # Steps that are not listed as complete checkpoints are kept.
     return [step for step in steps if step in surplus]
+
+
+class SavedProgress(NamedTuple):
+    """Progress of a run at its newest checkpoint.
+
+    Attributes:
+        step: its step; 0 for a new run.
+        decisions: decisions of the run until then.
+        data: data fingerprint of the checkpoint; {} for a new run.
+    """
+
+    step: int = 0
+    decisions: RunControl = RunControl()
+    data: Mapping[str, Any] = {}
+
+
+def newest_progress(workdir: Any) -> SavedProgress:
+    """Returns the progress from which a run will resume, without reading the state."""
+    steps = saved_steps(workdir)
+    if not steps:
+        return SavedProgress()
+
+    def read(step: int, item: str) -> dict[str, Any]:
+        try:
+            return dict(read_json(workdir / CHECKPOINTS_DIR / str(step) / item))
+        except CorruptCheckpointError:
+            # Either an older checkpoint will be used, or the checkpoint is an import, which has no history.
+            return {}
+
+    # All checkpoints of a run have the same data.
+    data = next((found for step in reversed(steps) if (found := read(step, 'data'))), {})
+    history = read(steps[-1], 'progress').get('history', {})
+    return SavedProgress(steps[-1], decisions_from_json(history.get('decisions')), data)
 
 
 def check_resume(name: str, config: Config) -> None:

@@ -251,7 +251,9 @@ def _mtp_losses(
     )
     losses = []
     for depth, states_BTD in enumerate(hidden_states, start=1):
-        is_same_BT = shift_left(segments_BT, depth) == segments_BT
+        # Modules do not learn the first token of the next document. The document of a row's last target is unknown.
+        after_BT = shift_left(segments_BT, depth + 1)
+        is_same_BT = (shift_left(segments_BT, depth) == segments_BT) & ((after_BT == segments_BT) | (after_BT == 0))
         weights_BT = jnp.where(is_same_BT, shift_left(batch['weights'], depth), 0)
         found = cross_entropy(
             states_BTD, model.output_kernel(), shift_left(batch['targets'], depth), weights_BT, **layout

@@ -37,6 +37,7 @@ class RunControl(NamedTuple):
         warmup_share: share of the schedule at the end of the warm-up.
         budget: budget for which `num_steps` was decided.
         step_seconds: duration of a step; 0 means not measured.
+        batch_sizes: sizes of the global batch; see `maxlm.data.loader.batch_rows.Changes`.
     """
 
     skips: tuple[tuple[int, int], ...] = ()
@@ -53,6 +54,7 @@ class RunControl(NamedTuple):
     warmup_share: float = 0.0
     budget: float = 0.0
     step_seconds: float = 0.0
+    batch_sizes: tuple[tuple[int, int, int], ...] = ()
 
 
 class BadSteps(NamedTuple):
@@ -95,7 +97,8 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
     A rollback also skips the batches of the `guard.rollback_skip_steps` steps before the first bad step, because they
     often caused the spike. It restores the newest checkpoint that was trained on none of the skipped batches. If every
     checkpoint before the first bad step was trained on some of them, it restores the oldest of these checkpoints and
-    skips only the batches after it. Without a checkpoint before the first bad step, the run stops.
+    skips only the batches after it. Without a checkpoint before the first bad step, the run stops. Checkpoints from
+    before a change of the batch size are not restored, because skipped batches are counted in batches of one size.
 
     Args:
         decisions: current decisions of the run.
@@ -119,7 +122,8 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
         return Stop(f'{where}{tried}; {advice}')
     before = bad.first - 1
     wanted = max(0, before - guard.rollback_skip_steps)
-    good = [step for step in saved if step <= before]
+    earliest = decisions.batch_sizes[-1][0] if decisions.batch_sizes else 0
+    good = [step for step in saved if earliest <= step <= before]
     if not good:
         return Stop(f'{where}, and there is no older checkpoint; {advice}')
     step = max((step for step in good if step <= wanted), default=min(good))
@@ -133,7 +137,7 @@ def rolled_back(
 
     Args:
         now: decisions before the rollback; their costs, rollback count and rate factor are kept.
-        restored: decisions of the checkpoint; their evaluations and schedule are restored.
+        restored: decisions of the checkpoint; their evaluations, schedule and batch sizes are restored.
         skips: ranges to skip, including the batches of this rollback.
         guard: section `guard` of the config.
     """
@@ -147,6 +151,7 @@ def rolled_back(
         planned_step=restored.planned_step,
         planned_share=restored.planned_share,
         warmup_share=restored.warmup_share,
+        batch_sizes=restored.batch_sizes,
     )
 
 
@@ -285,5 +290,6 @@ def from_json(stored: Mapping[str, Any] | None) -> RunControl:
             **stored,
             'skips': tuple((start, stop) for start, stop in stored['skips']),
             'best_validation_loss': math.inf if best is None else best,
+            'batch_sizes': tuple(map(tuple, stored.get('batch_sizes', ()))),
         }
     )

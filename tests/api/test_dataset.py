@@ -1,5 +1,7 @@
 """`maxlm.Dataset`: the same data as `maxlm prepare`, and the batches of the training loop."""
 
+import json
+
 import jax
 import pytest
 
@@ -22,6 +24,19 @@ def test_preparation_equals_the_command(tmp_path):
     assert maxlm.Dataset.prepare(tmp_path / 'a.jsonl', tmp_path / 'made', **options).manifest == made.manifest
     with pytest.raises(InputError, match='choose another'):
         maxlm.Dataset.prepare(tmp_path / 'a.jsonl', tmp_path / 'made', tokenizer='bytes', deduplicate='exact')
+
+
+def test_packed_data_has_its_own_length(tmp_path):
+    messages = [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hello'}]
+    (tmp_path / 'a.jsonl').write_text(json.dumps({'messages': messages}) + '\n')
+    options = {'tokenizer': 'bytes', 'pack_seq_len': 64, 'validation_fraction': 0.0, 'workers': 1, 'quiet': True}
+    made = maxlm.Dataset.prepare(tmp_path / 'a.jsonl', tmp_path / 'made', **options)
+    data = maxlm.Dataset.open(tmp_path / 'made')
+    assert data.manifest == made.manifest
+    assert data.manifest.packed_window == 64
+    assert data.num_windows(maxlm.Config.get('tiny', {'data.seq_len': 64})) == 1
+    with pytest.raises(InputError, match=r'packed into sequences of 64 tokens; set data\.seq_len=64'):
+        data.num_windows(maxlm.Config.get('tiny', {'data.seq_len': 32}))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_a_chat_model_answers(tmp_path):
     messages = [{'role': 'user', 'content': 'Hi'}]
     answer = model.chat(messages, max_tokens=8, temperature=0)
     assert answer == ''.join(model.stream(messages, max_tokens=8, temperature=0))
+    text = '<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n'
+    settings = {'max_tokens': 8, 'temperature': 5.0, 'seed': 1}
+    assert model.generate(text, parse_special=True, **settings) == model.chat(messages, **settings)
+    # Control: by default, the names of the special tokens are text. The sampling key depends on the length.
+    assert model.generate(text, **settings) != model.chat(messages, **settings)
+    with pytest.raises(InputError, match='parse_special: applies to texts'):
+        model.chat(messages, parse_special=True)
 
 
 @pytest.mark.parametrize(

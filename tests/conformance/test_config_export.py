@@ -1,5 +1,6 @@
 """Tests that the export of an imported model equals the original: keys of config.json, weights, and text files."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,8 +9,11 @@ import torch
 import transformers
 
 from maxlm.data.tokenizer.tokenizer import train_bpe
+from maxlm.huggingface.architectures.architecture import GPT2
+from maxlm.huggingface.config_conversion import from_config
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
+from maxlm.huggingface.original_config import export_config
 from tests.conftest import ROOT
 from tests.huggingface.test_round_trip import arrays_of, assert_same
 from tests.huggingface.transformers_models import CASES, make_model
@@ -130,12 +134,17 @@ def test_changed_settings_replace_those_of_the_import(tmp_path):
 
 
 def test_changed_settings_with_other_names(tmp_path):
-    """Changes the rotary base, to which Transformers prefers `rope_parameters`, and a width under another name."""
-    save('gpt2', tmp_path / 'theirs', n_positions=None, max_position_embeddings=64)
-    again(tmp_path / 'theirs', tmp_path)
-    assert 'n_positions' not in config_of(tmp_path / 'again')
-    change(tmp_path / 'ours', attention_multiplier=1.0)
-    assert exported(tmp_path, 'changed')['scale_attn_weights'] is False
+    """Another name takes precedence in Transformers, so it must not remain beside a changed key."""
+    wanted = save('gpt2', tmp_path / 'theirs', n_positions=None, max_position_embeddings=64)
+    model = from_config(wanted, 'config.json')
+    kept = {'ids': {}, 'dtype': 'float32', 'is_trained': False}
+    assert export_config(wanted, model, GPT2, **kept) == wanted
+    longer = export_config(wanted, dataclasses.replace(model, max_positions=128), GPT2, **kept)
+    assert longer['n_positions'] == 128
+    assert 'max_position_embeddings' not in longer
+    assert longer['custom'] == wanted['custom']
+    found = transformers.AutoConfig.for_model(**longer)
+    assert found.n_positions == 128
 
 
 def test_a_step_of_training_may_change_the_tokens(tmp_path):

@@ -61,8 +61,11 @@ def test_a_card_of_a_run(tmp_path):
         assert part in text, part
     assert secret not in text
     assert str(tmp_path) not in text
-    # The front matter is closed, and the config is valid JSON.
-    assert json.loads(text.partition('```json\n')[2].partition('```')[0])['model']['family'] == 'llama'
+    # The front matter is closed, and the config is valid JSON without defaults.
+    settings = json.loads(text.partition('```json\n')[2].partition('```')[0])
+    assert settings['model']['family'] == 'llama'
+    assert 'dropout' not in settings['model']
+    assert 'dpo' not in settings
 
 
 def test_a_card_of_a_mixture(tmp_path):
@@ -77,6 +80,8 @@ def test_a_card_without_a_run(tmp_path):
     text = card(tmp_path, model__family='gpt2')
     assert 'contains no training run' in text
     assert '## Training' not in text
+    assert '```json' not in text
+    assert 'base_model' not in text
     assert 'AutoTokenizer.from_pretrained' not in text
     assert ', tied to the output' in text
 

@@ -144,6 +144,25 @@ def embed(engine, prompts):
     return [deltas[number] for number in range(len(prompts))]
 
 
+def score_prompts(engine, prompts, max_tokens=0, beside=(), **settings):
+    """Returns the deltas of each prompt, whose log-probabilities are requested."""
+    deltas = {number: [] for number in range(len(prompts))}
+    for request in beside:
+        engine.submit(request, lambda delta: None)
+    for number, prompt in enumerate(prompts):
+        request = Request(tuple(prompt), max_tokens, GREEDY, score_prompt=True, **settings)
+        engine.submit(request, lambda delta, number=number: deltas[number].append(delta))
+    while engine.step():
+        pass
+    return [deltas[number] for number in range(len(prompts))]
+
+
+def prompt_log_probs(family, prompt):
+    """Returns log softmax(logits) [T - 1, V] before each token from the second one, over all ids of the model."""
+    logits = naive_logits(family, prompt, num_ids=None)[:-1].astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
 def mean_hidden_state(family, prompt):
     """Returns the mean of the last hidden states [D], computed without a cache."""
     model = load(family)

@@ -11,7 +11,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.engine.requests import Delta, EngineState, GeneratedToken, QueueFullError
+from maxlm.inference.engine.requests import Delta, EngineState, GeneratedToken, PromptScores, QueueFullError
 from maxlm.serving.request_parsing import ModelDetails, ServedModel
 
 DETAILS = ModelDetails(num_parameters=1234, dim=3, dtype='float32', weight_quantization='float', kv_cache_dtype='model')
@@ -38,6 +38,9 @@ class _Sample:
         """Returns the next delta."""
         if self.request.embed:
             return Delta(self.number, '', (), 'stop', embedding_of(self.request.prompt))
+        scores = scores_of(self.request) if self.request.score_prompt and not self.drawn else None
+        if not self.request.max_tokens:
+            return Delta(self.number, '', (), 'length', prompt_scores=scores)
         token = next(self.bytes)
         self.drawn.append(token)
         text = self.drawn.decode(errors='ignore')
@@ -52,7 +55,7 @@ class _Sample:
         top = self.request.top_log_probs
         others = tuple(((token + i) % 256, -0.5 - i) for i in range(top or 0))
         drawn = GeneratedToken(token, float('nan') if top is None else -0.5, others)
-        return Delta(self.number, new, (drawn,), finish)
+        return Delta(self.number, new, (drawn,), finish, prompt_scores=scores)
 
 
 class FakeEngine:
@@ -129,6 +132,15 @@ class FakeEngine:
         return EngineState(self.num_slots, *counts, draft_tokens=0, accepted_tokens=0)
 
 
+def scores_of(request):
+    """Returns scores of a prompt: -(i + 1) for token i + 1, which is the second most likely one."""
+    tokens = np.array(request.prompt[1:], np.int32)
+    log_probs = -1.0 - np.arange(len(tokens), dtype=np.float32)
+    num = request.top_log_probs or 0
+    ids = (tokens[:, None] - 1 + np.arange(num)[None, :]) % 256
+    return PromptScores(log_probs, ids, log_probs[:, None] + 0.5 - 0.5 * np.arange(num, dtype=np.float32)[None, :])
+
+
 def embedding_of(prompt):
     """Returns the embedding of a prompt before normalization."""
     return np.array([len(prompt), prompt[0], 1], np.float32)
@@ -139,8 +151,8 @@ def chat_tokenizer():
     return bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
 
 
-def served_by(engine, *, chat=True):
+def served_by(engine, *, chat=True, parse_special=False):
     """Returns a byte-level model that this engine serves."""
     tokenizer = chat_tokenizer() if chat else bytes_tokenizer()
     encoder = ChatEncoder(tokenizer, ChatTemplate(CHATML, name='test')) if chat else None
-    return ServedModel('tiny', 7, tokenizer, encoder, engine, DETAILS)
+    return ServedModel('tiny', 7, tokenizer, encoder, engine, DETAILS, parse_special=parse_special)

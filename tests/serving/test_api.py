@@ -1,5 +1,6 @@
 """Tests a real server with OpenAI's client and an engine that emits given text."""
 
+import collections
 import concurrent.futures
 import contextlib
 import json
@@ -13,7 +14,7 @@ import pytest
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
-from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, served_by
+from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, chat_tokenizer, served_by
 from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
@@ -146,6 +147,78 @@ def test_log_probabilities(ask):
     chunks = [chunk.choices[0] for chunk in ask('completion', logprobs=2, max_tokens=4, stream=True)]
     assert [token for chunk in chunks for token in chunk.logprobs.tokens] == ['T', 'h', 'e', ' ']
     assert [offset for chunk in chunks for offset in chunk.logprobs.text_offset] == [0, 1, 2, 3]
+
+
+def test_echo_with_log_probabilities(ask):
+    prompt = {
+        'tokens': ['O', 'n', 'c', 'e'],
+        'token_logprobs': [None, -1.0, -2.0, -3.0],
+        # The token itself is the second most likely one.
+        'top_logprobs': [None, {'m': -0.5, 'n': -1.0}, {'b': -1.5, 'c': -2.0}, {'d': -2.5, 'e': -3.0}],
+        'text_offset': [0, 1, 2, 3],
+    }
+    answer = ask('completion', echo=True, logprobs=2, max_tokens=0)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ('Once', 'length')
+    assert answer.choices[0].logprobs.model_dump() == prompt
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 0)
+    choice = ask('completion', echo=True, logprobs=2, max_tokens=2).choices[0]
+    assert (choice.text, choice.logprobs.tokens) == ('OnceTh', ['O', 'n', 'c', 'e', 'T', 'h'])
+    assert choice.logprobs.token_logprobs == [*prompt['token_logprobs'], -0.5, -0.5]
+    assert choice.logprobs.top_logprobs == [*prompt['top_logprobs'], {'T': -0.5, 'U': -1.5}, {'h': -0.5, 'i': -1.5}]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4, 5]
+    # The log-probability of the token itself is always returned, and the limit of the most likely tokens is the same.
+    assert ask('completion', echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.top_logprobs[1] == {'n': -1.0}
+    assert len(ask('completion', echo=True, logprobs=20, max_tokens=0).choices[0].logprobs.top_logprobs[1]) == 20
+    plain = ask('completion', echo=True, max_tokens=0).choices[0]
+    assert (plain.text, plain.logprobs, plain.finish_reason) == ('Once', None, 'length')
+
+
+@pytest.mark.parametrize('settings', [{'max_tokens': 0}, {'max_tokens': 3}, {'max_tokens': 3, 'n': 2, 'seed': 1}])
+@pytest.mark.parametrize('prompt', ['Once', ['a', 'bc'], [97, 98], [[97], [98, 99]]])
+def test_a_stream_of_an_echo_equals_the_complete_answer(client, prompt, settings):
+    settings = {'model': 'tiny', 'prompt': prompt, 'echo': True, 'logprobs': 1, 'temperature': 0, **settings}
+    complete = client.completions.create(**settings).choices
+    texts, lists = collections.defaultdict(str), collections.defaultdict(lambda: collections.defaultdict(list))
+    for chunk in client.completions.create(**settings, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            for name, values in choice.logprobs.model_dump().items():
+                lists[choice.index][name] += values
+    assert [texts[choice.index] for choice in complete] == [choice.text for choice in complete]
+    assert [lists[choice.index] for choice in complete] == [choice.logprobs.model_dump() for choice in complete]
+    assert all(choice.logprobs.token_logprobs[0] is None for choice in complete)
+    # Without an echo there is nothing about the prompt.
+    alone = client.completions.create(**settings | {'echo': False, 'max_tokens': 3}).choices[0].logprobs
+    assert (len(alone.tokens), None in alone.token_logprobs) == (3, False)
+
+
+def test_names_of_special_tokens_are_text_unless_requested(client, engine):
+    end, start = chat_tokenizer().end_of_document, 257
+    name, parsed = '<|im_start|>a<|endoftext|>', (start, 97, end)
+    body = {'model': 'tiny', 'prompt': name, 'max_tokens': 1, 'echo': True}
+
+    def ask(some, extra=(), **settings):
+        answer = some.completions.create(**body | settings, extra_body=dict(extra))
+        assert answer.choices[0].text.startswith(name)
+
+    ask(client)
+    assert engine.last_request.prompt == tuple(name.encode())
+    ask(client, {'parse_special': True})
+    assert engine.last_request.prompt == parsed
+    other = FakeEngine(max_context=3)
+    with ServerThread(served_by(other, parse_special=True)) as server, client_of(server) as some:
+        with pytest.raises(openai.BadRequestError, match='the prompt has 3 and max_tokens=1'):
+            ask(some)
+        # The number of bytes does not limit a text with names of special tokens.
+        ask(some, max_tokens=0)
+        assert other.last_request.prompt == parsed
+        with pytest.raises(openai.BadRequestError, match='26 bytes'):
+            ask(some, {'parse_special': False})
+        post = partial(httpx.post, f'{server.url}/tokenize')
+        assert post(json={'prompt': name}).json()['tokens'] == list(parsed)
+        assert post(json={'prompt': name, 'parse_special': False}).json()['count'] == len(name)
+        answer = post(json={'messages': HELLO, 'parse_special': True})
+        assert (answer.status_code, answer.json()['error']['param']) == (400, 'parse_special')
 
 
 def test_a_partial_character_is_reported_as_bytes(ask):
@@ -284,7 +357,16 @@ TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
         ('completion', {'prompt': ['a', 1]}, 'prompt', 'must be a string'),
         ('completion', {'prompt': ['a'] * 65, 'n': 2}, 'prompt', 'send at most 64'),
         ('completion', {'best_of': 4}, 'best_of', 'is not supported'),
-        ('completion', {'echo': True, 'logprobs': 0}, 'echo', 'not supported'),
+        ('completion', {'max_tokens': 0}, 'max_tokens', 'requires echo=true'),
+        ('completion', {'max_tokens': -1, 'echo': True}, 'max_tokens', 'greater than or equal to 0'),
+        ('chat', {'max_tokens': 0}, 'max_tokens', 'greater than or equal to 1'),
+        ('completion', {'prompt': 'x' * 513, 'echo': True, 'max_tokens': 0}, 'prompt', 'exceeds it'),
+        ('completion', {'prompt': 'x' * 512, 'echo': True, 'max_tokens': 1}, 'prompt', 'and max_tokens=1'),
+        ('completion', {'prompt': 128 * ['x' * 482], 'echo': True, 'logprobs': 16}, 'logprobs', 'send fewer prompts'),
+        ('completion', {'suffix': 'x', 'echo': True, 'logprobs': 0}, 'echo', 'remove one of them'),
+        ('completion', {'suffix': 'x', 'extra_body': {'parse_special': True}}, 'parse_special', 'with suffix'),
+        ('completion', {'extra_body': {'parse_special': 'yes'}}, 'parse_special', 'valid boolean'),
+        ('chat', {'extra_body': {'parse_special': True}}, 'parse_special', 'is not supported'),
         ('completion', {'logprobs': 21}, 'logprobs', 'less than or equal to 20'),
     ],
 )

@@ -202,6 +202,43 @@ def test_tokens_of_a_conversation_are_those_of_a_chat_request(post, client):
     assert answer.usage.prompt_tokens == count > 5
 
 
+def test_options_of_the_chat_template(post, client):
+    """The prompts of chat requests and /tokenize are those of `apply_chat_template` with the same options."""
+    messages = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'It is '}]
+    text = '<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nIt is '
+    turn = '<|im_start|>assistant\n'
+    expected = [
+        ({}, f'{text}<|im_end|>\n{turn}'),
+        ({'add_generation_prompt': False}, f'{text}<|im_end|>\n'),
+        ({'add_generation_prompt': False, 'continue_final_message': True}, text),
+        ({'continue_final_message': True}, text),
+        ({'chat_template_kwargs': {'enable_thinking': False}}, f'{text}<|im_end|>\n{turn}'),
+        ({'chat_template_kwargs': None, 'continue_final_message': None}, f'{text}<|im_end|>\n{turn}'),
+    ]
+    for options, prompt in expected:
+        tokens = post('/tokenize', messages=messages, **options)[1]['tokens']
+        assert post('/detokenize', tokens=tokens)[1]['prompt'] == prompt
+        answer = client.chat.completions.create(model='tiny', messages=messages, max_tokens=1, extra_body=options)
+        assert answer.usage.prompt_tokens == len(tokens)
+
+
+@pytest.mark.parametrize('path', ['/tokenize', '/v1/chat/completions'])
+@pytest.mark.parametrize(
+    ('body', 'param', 'words'),
+    [
+        ({'add_generation_prompt': True, 'continue_final_message': True}, 'continue_final_message', 'set one'),
+        ({'chat_template_kwargs': {'messages': []}}, 'chat_template_kwargs', 'messages: cannot be set'),
+        ({'chat_template_kwargs': {'chat_template': 'x'}}, 'chat_template_kwargs', 'cannot be set'),
+        ({'chat_template_kwargs': 'x'}, 'chat_template_kwargs', 'object'),
+        ({'continue_final_message': 'yes'}, 'continue_final_message', 'boolean'),
+    ],
+)
+def test_bad_options_of_the_chat_template(post, path, body, param, words):
+    status, answer = post(path, messages=[{'role': 'user', 'content': 'a'}], **body)
+    assert (status, answer['error']['param']) == (400, param)
+    assert words in answer['error']['message']
+
+
 def test_detokenize_inverts_tokenize(post):
     text = 'Straße 🦊'
     tokens = post('/tokenize', prompt=text)[1]['tokens']
@@ -215,7 +252,7 @@ def test_detokenize_inverts_tokenize(post):
         ('/tokenize', {}, 'prompt', 'either prompt or messages'),
         ('/tokenize', {'prompt': 'a', 'messages': [{'role': 'user', 'content': 'a'}]}, 'prompt', 'either'),
         ('/tokenize', {'messages': [{'role': 'robot', 'content': 'a'}]}, 'messages[0].role', 'must be one of'),
-        ('/tokenize', {'prompt': 'a', 'add_generation_prompt': False}, 'add_generation_prompt', 'True'),
+        ('/tokenize', {'prompt': 'a', 'add_generation_prompt': 1}, 'add_generation_prompt', 'boolean'),
         ('/tokenize', {'prompt': 'a', 'chat_template': 'x'}, 'chat_template', 'not supported'),
         ('/tokenize', {'prompt': 5}, 'prompt', 'string'),
         ('/detokenize', {'tokens': [259]}, 'tokens', 'from 0 to 258'),

@@ -1,5 +1,7 @@
 """Tests TensorBoard logs: scalars, the config and samples. Repeated steps replace earlier ones."""
 
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.telemetry.metrics import MetricWriter, read_metrics
 from maxlm.telemetry.tensorboard import TensorBoard, hparams
+from tests.conftest import ROOT
 from tests.small import small_config
 
 
@@ -87,3 +90,26 @@ def test_an_error_of_the_background_thread_is_raised_by_a_later_call(tmp_path, m
     assert writer.closed == 1
     # Control: without another write, there is no error.
     tracker.close()
+
+
+@pytest.mark.multiprocess
+def test_a_killed_process_keeps_its_last_steps(tmp_path):
+    program = """
+import os, pathlib, signal, sys
+from maxlm.telemetry.metrics import MetricWriter
+from maxlm.telemetry.tensorboard import TensorBoard
+from tests.conftest import ROOT
+from tests.small import small_config
+workdir = pathlib.Path(sys.argv[1])
+tracker = TensorBoard(workdir / 'tensorboard', small_config())
+writer = MetricWriter(workdir, after_step=0, trackers=[tracker])
+for step in range(1, 4):
+    writer.write(step, 0.0, {'train/loss': 1.0 / step})
+# The background thread has executed all earlier calls.
+tracker._thread.submit(lambda: None).result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, '-c', program, str(tmp_path)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    assert [step for step, _ in scalars(events_of(tmp_path / 'tensorboard'), 'train/loss')] == [1, 2, 3]
+    assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2, 3]

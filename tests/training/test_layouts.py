@@ -60,6 +60,7 @@ LAYOUTS = [
         'mesh__data': 2,
         'mesh__tensor': 2,
         'train__per_device_batch_size': 1,
+        'model__attention_scale_by_layer': True,
         **LLAMA,
     },
     {'mesh__fsdp': 4, 'mesh__data': 2, 'mesh__host_offload': 'all', 'train__per_device_batch_size': 1, **LLAMA},
@@ -74,7 +75,7 @@ NIGHTLY_LAYOUTS = [
     {'mesh__fsdp': 8},
     # The whole micro-batch on each device, so gradients are not accumulated.
     {'mesh__fsdp': 8, 'mesh__zero_stage': 1, 'train__per_device_batch_size': 2},
-    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False},
+    {'mesh__tensor': 4, 'mesh__fsdp': 2, 'model__scan_layers': False, 'model__attention_scale_by_layer': True},
     # Tied embeddings, of which ZeRO stage 2 only shards the gradients.
     {'mesh__tensor': 4, 'mesh__fsdp': 2, 'mesh__zero_stage': 2, **PADDED},
     {'mesh__replica': 2, 'mesh__data': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1},

@@ -46,7 +46,8 @@ def test_each_module_predicts_one_token_further(sums):
         loss = wrong = 0.0
         for row, query in np.ndindex(len(log_probs), T - depth):
             ahead = query + depth
-            if batch['segments'][row, query] == batch['segments'][row, ahead]:
+            # The target is in the document of its query, too; that of the row's last target is unknown.
+            if len({*batch['segments'][row, [query, ahead, min(ahead + 1, T - 1)]]}) == 1:
                 weight = batch['weights'][row, ahead]
                 loss -= weight * log_probs[row, query, batch['targets'][row, ahead]]
                 wrong -= weight * log_probs[row, query, batch['targets'][row, query]]
@@ -70,6 +71,21 @@ def test_targets_and_inputs_do_not_cross_documents():
     assert float(loss(other)) == before
     # Control: the tokens of the first document matter.
     assert float(loss({**batch, 'tokens': np.where(later, batch['tokens'], 3)})) != before
+
+
+def test_modules_do_not_learn_the_first_token_of_the_next_document(sums):
+    batch = small_batch(CONFIG)
+    batch['segments'] = np.where(np.arange(CONFIG.data.seq_len) < 7, 1, 2) + 0 * batch['segments']
+    batch['weights'] = np.ones_like(batch['weights'])
+    _, trained = sums(batch)
+    batch['weights'][:, 6] = 0
+    _, untrained = sums(batch)
+    assert trained.loss > untrained.loss
+    for depth in (1, 2):
+        np.testing.assert_allclose(trained.parts[f'mtp_loss/{depth}'], untrained.parts[f'mtp_loss/{depth}'], rtol=1e-6)
+    # Control: another target of a module counts.
+    batch['weights'][:, 4] = 0
+    assert sums(batch)[1].parts['mtp_loss/1'] < untrained.parts['mtp_loss/1'] - 1
 
 
 def test_evaluation_has_only_the_loss_of_the_next_token(sums):

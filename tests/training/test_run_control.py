@@ -66,6 +66,8 @@ def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, wanted):
             ['steps 31 to 33', '3 consecutive steps', '2 rollback(s)', 'guard.max_rollbacks'],
         ),
         (RunControl(), [31, 40], ['there is no older checkpoint', 'guard.max_consecutive_skips']),
+        # A checkpoint from before a change of the batch size counts batches of another size.
+        (RunControl(batch_sizes=((0, 0, 8), (26, 26, 16))), [0, 20, 25], ['there is no older checkpoint']),
         (RunControl(), [], ['there is no older checkpoint', 'optimizer.learning_rate', 'guard.spike_threshold']),
     ],
 )
@@ -77,6 +79,14 @@ def test_a_run_that_cannot_roll_back_stops_with_a_reason(decisions, saved, words
         assert word in stop.reason
     off = small_config(**{**GUARDED, 'guard__max_rollbacks': 0})
     assert isinstance(on_bad_steps(RunControl(), BadSteps(31, 33, 3), [0], off), Stop)
+
+
+def test_a_rollback_ends_at_a_change_of_the_batch_size():
+    decisions, config = RunControl(batch_sizes=((0, 0, 8), (28, 28, 16))), small_config(**GUARDED)
+    for saved in ([0, 20, 28], [0, 20, 28, 30]):
+        assert on_bad_steps(decisions, BadSteps(31, 33, 3), saved, config) == Rollback(28, 28, 33)
+    assert on_bad_steps(RunControl(), BadSteps(31, 33, 3), [0, 20, 28], config) == Rollback(20, 25, 33)
+    assert rolled_back(RunControl(), decisions, (), config.guard).batch_sizes == decisions.batch_sizes
 
 
 def test_after_a_rollback():
@@ -202,6 +212,7 @@ def test_decisions_round_trip_through_json():
     for decisions in (
         RunControl(),
         RunControl(((3, 5), (9, 12)), 2, 0.25, 700, 1.5, 7.25, 1.25, 3.125, 4, 55, 0.5, 0.1, 3.0, 0.3),
+        RunControl(batch_sizes=((0, 0, 8), (9, 11, 16))),
     ):
         assert from_json(json.loads(json.dumps(to_json(decisions)))) == decisions
     assert from_json(None) == RunControl()

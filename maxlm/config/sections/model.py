@@ -154,9 +154,11 @@ class ModelConfig:
     use_bias: bool = FAMILY
     # Biases in the projections of queries, keys and values, also if use_bias is false.
     qkv_bias: bool = FAMILY
-    # The same for attention's output projection, for the feed-forward, and for LayerNorm.
+    # Bias in the output projection of attention, also if use_bias is false.
     out_bias: bool = False
+    # Biases in the projections of the feed-forward, also if use_bias is false.
     mlp_bias: bool = False
+    # Biases in LayerNorm, also if use_bias is false.
     norm_bias: bool = False
     # Attention and feed-forward read the same input, and their outputs are added together.
     parallel_residual: bool = FAMILY

@@ -8,16 +8,16 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from maxlm.data.chat.escape import special_token_pattern
-from maxlm.data.chat.jinja import ChatError, Rendered, Span
+from maxlm.data.chat.rendered import ChatError, Rendered, Span
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
-from maxlm.data.chat.token_flags import TokenDocument, encode_flags
+from maxlm.data.chat.token_flags import IGNORE_BIT, TokenDocument, encode_flags
 from maxlm.data.documents.conversation import Conversation
 from maxlm.data.documents.document import Document
 from maxlm.data.documents.messages import CALLS, Message
@@ -62,11 +62,8 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template = template
         self._special = {token.content: (i, token) for i, token in tokenizer.special_tokens.items()}
-        probe = Conversation(
-            ({'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}), (False, True)
-        )
         try:
-            self.end_of_turn = self._pieces_of(probe, ends_only=True)[-1].token
+            self.end_of_turn = self._special[template.end_of_turn(tuple(self._special))][0]
         except ChatError as error:
             raise InputError(str(error)) from error
 
@@ -85,24 +82,55 @@ class ChatEncoder:
             raise InputError(f'{path}: {reason}; conversations need a chat template') from error
         return cls(Tokenizer.load(directory / TOKENIZER_FILE), ChatTemplate(source, name=str(path)))
 
-    def encode_prompt(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> np.ndarray:
+    def encode_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> np.ndarray:
         """Returns the token ids of messages and of the generation prompt: uint32 [number of tokens].
 
+        Args:
+            messages: messages of the conversation.
+            tools: JSON descriptions of tools.
+            continue_final_message: end after the content of the last message instead of the generation prompt.
+            template_kwargs: see `ChatTemplate.render`.
+
         Raises:
-            ChatError: the template does not accept the messages.
+            ChatError: the template does not accept the messages or options.
         """
-        return self.encode_rendered(self.render_prompt(messages, tools=tools))
+        rendered = self.render_prompt(
+            messages,
+            tools=tools,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        return self.encode_rendered(rendered)
 
     def render_prompt(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Returns the text of `encode_prompt` before tokenization, by default with the generation prompt.
 
         Raises:
-            ChatError: the template does not accept the messages.
+            ChatError: the template does not accept the messages or options.
         """
         return self.template.render(
-            messages, special=tuple(self._special), tools=tools, add_generation_prompt=add_generation_prompt
+            messages,
+            special=tuple(self._special),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
         )
 
     def encode_rendered(self, rendered: Rendered) -> np.ndarray:
@@ -156,6 +184,9 @@ class ChatEncoder:
         if preference is None:
             return encoded[0]
         answers = [answer.tokens for answer in encoded]
+        for answer in answers:
+            # Only the documents of a pair may predict its targets.
+            answer[:1] |= IGNORE_BIT
         # The tokens are compared too, because a template may strip the answers.
         are_equal = len(answers) == 2 and np.array_equal(answers[0], answers[1])
         if are_equal or not preference.has_answers:
@@ -181,7 +212,7 @@ class ChatEncoder:
         ends = itertools.compress(itertools.accumulate(lengths), (piece.ends_turn for piece in pieces))
         return TokenDocument(encode_flags(tokens, learned), tuple(ends))
 
-    def _pieces_of(self, conversation: Conversation, *, ends_only: bool = False) -> list[_Piece]:
+    def _pieces_of(self, conversation: Conversation) -> list[_Piece]:
         rendered = self.template.render_with_spans(
             conversation.messages, special=tuple(self._special), tools=conversation.tools
         )
@@ -194,31 +225,35 @@ class ChatEncoder:
         if not all(wanted) and len(wanted) != len(rendered.assistant_spans):
             raise ChatError('the chat template omits some assistant messages, so weight 0 cannot be applied')
         trained = rendered.assistant_spans if all(wanted) else itertools.compress(rendered.assistant_spans, wanted)
-        pieces = list(self._cut(rendered, list(trained)))
-        return [piece for piece in pieces if piece.ends_turn] if ends_only else pieces
+        return list(self._cut(rendered, list(trained)))
 
     def _cut(self, rendered: Rendered, trained: Sequence[Span]) -> Iterator[_Piece]:
-        """Splits the rendered text at its special tokens and at the starts of the `trained` spans."""
+        """Splits the rendered text at its special tokens and at the borders of the `trained` spans."""
         text = rendered.text
-        starts, stops = [span.start for span in trained], {span.stop for span in trained}
+        tokens = list(special_token_pattern(tuple(self._special)).finditer(text))
+        starts, borders = [span.start for span in trained], sorted({place for span in trained for place in span})
+        token_ends = [found.end() for found in tokens]
+        # A span may contain text after the last special token.
+        lasts = [([0, *token_ends][bisect.bisect_right(token_ends, span.stop)], span) for span in trained]
+        ends = {end for end, span in lasts if end > span.start}
 
         def learned(place: int) -> bool:
             number = bisect.bisect_right(starts, place) - 1
             return number >= 0 and place < trained[number].stop
 
         def texts(start: int, stop: int, encoding: int) -> Iterator[_Piece]:
-            inner = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, stop)]
+            inner = borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, stop)]
             for a, b in itertools.pairwise([start, *inner, stop] if start < stop else []):
                 yield _Piece(rendered.spelled(a, b), encoding if a == start else _INSIDE, -1, learned(a), False)
 
         place, encoding = 0, _FIRST
-        for found in special_token_pattern(tuple(self._special)).finditer(text):
+        for found in tokens:
             index, token = self._special[found.group()]
             start, stop = found.span()
             while token.lstrip and start > place and text[start - 1].isspace():
                 start -= 1
             yield from texts(place, start, encoding)
-            yield _Piece('', -1, index, learned(found.start()), found.end() in stops)
+            yield _Piece('', -1, index, learned(found.start()), found.end() in ends)
             while token.rstrip and stop < len(text) and text[stop].isspace():
                 stop += 1
             place, encoding = stop, _AFTER_SPECIAL

@@ -7,8 +7,8 @@ must not depend on the date. Templates that use it have a fixed date as a fallba
 
 from __future__ import annotations
 
+import functools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,46 +20,22 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from maxlm.data.chat.continuation import render_continued
 from maxlm.data.chat.escape import escape_special_tokens, special_token_pattern
-from maxlm.data.documents.conversation import Message
+from maxlm.data.chat.generation_blocks import find_blocks
+from maxlm.data.chat.marks import END_GENERATION, GENERATION, MARK, mark, read_marks
+from maxlm.data.chat.rendered import ChatError, Rendered
+from maxlm.data.chat.turns import NO_END, Render, TurnFinder
+from maxlm.data.documents.messages import Message
 
 # Maximum length of an error message.
 _MAX_REASON = 500
-# Markers around assistant messages during rendering. They are noncharacters of Unicode.
-_OPEN, _CLOSE = '\U0010fffe', '\U0010ffff'
-_NO_END = 'the chat template ends an assistant turn without a special token, so the model would not learn to stop'
-
-
-class ChatError(ValueError):
-    """A template cannot render a conversation. The message is one line."""
-
-
-class Span(NamedTuple):
-    """Characters [start, stop) of a rendered conversation."""
-
-    start: int
-    stop: int
-
-
-class Rendered(NamedTuple):
-    """A rendered conversation.
-
-    Attributes:
-        text: the rendered text. In data, the first character of each special token is replaced by a placeholder.
-        assistant_spans: for each assistant message, the span up to and including the end of its turn. Empty if the
-            spans were not requested.
-        placeholders: maps each placeholder to its original character.
-    """
-
-    text: str
-    assistant_spans: tuple[Span, ...]
-    placeholders: Mapping[str, str]
-
-    def spelled(self, start: int, stop: int) -> str:
-        """Returns the characters [start, stop) with the original characters instead of placeholders."""
-        return self.text[start:stop].translate(
-            {ord(placeholder): character for placeholder, character in self.placeholders.items()}
-        )
+_DATE_HINT = (
+    ', because prepared data must not depend on the date; begin the template with '
+    '{% macro strftime_now(format) %}2025-01-01{% endmacro %}'
+)
+# Names of the reasoning in a message. Transformers prefers the first.
+_REASONING = ('reasoning_content', 'thinking', 'reasoning')
 
 
 class TemplateFacts(NamedTuple):
@@ -76,6 +52,18 @@ class TemplateFacts(NamedTuple):
     has_generation: bool
 
 
+class _Probe(NamedTuple):
+    """Result of rendering a simple conversation.
+
+    Attributes:
+        token: special token at the end of the turn.
+        usual_end: text from the end of the content to the end of the turn; '' = unknown.
+    """
+
+    token: str
+    usual_end: str
+
+
 class JinjaTemplate:
     """A compiled template.
 
@@ -83,8 +71,18 @@ class JinjaTemplate:
         facts: properties of the template.
     """
 
-    def __init__(self, source: str):
-        """Compiles the template. Raises ChatError if `source` is not a valid template."""
+    def __init__(self, source: str, *, is_trusted: bool = False):
+        """Compiles the template.
+
+        Args:
+            source: Jinja source.
+            is_trusted: the blocks of `{% generation %}` contain only messages of the assistant.
+
+        Raises:
+            ChatError: `source` is not a valid template.
+        """
+        self._is_trusted = is_trusted
+        self._probes: dict[tuple[str, ...], _Probe] = {}
         environment = _environment()
         try:
             tree = environment.parse(source)
@@ -110,62 +108,89 @@ class JinjaTemplate:
         special: Sequence[str] = (),
         tools: Sequence[Any] = (),
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """See `ChatTemplate.render`."""
-        data, placeholders = _hide(messages, tools, special)
-        text = self._render(data['messages'], data['tools'], add_generation_prompt=add_generation_prompt)
-        return Rendered(text.replace(_OPEN, '').replace(_CLOSE, ''), (), placeholders)
+        data, placeholders = _hide(messages, special, tools, template_kwargs)
+        render, messages = self._renderer(data), data['messages']
+        if continue_final_message:
+            text = render_continued(messages, render)
+        else:
+            text = read_marks(render(messages, add_generation_prompt=add_generation_prompt)).text
+        return Rendered(text, (), placeholders)
 
     def render_with_spans(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
         """See `ChatTemplate.render_with_spans`."""
-        data, placeholders = _hide(messages, tools, special)
-        text = self._render(data['messages'], data['tools'])
+        data, placeholders = _hide(messages, special, tools)
+        render, messages = self._renderer(data), data['messages']
+        special = tuple(special)
         if self.facts.has_generation:
-            text, spans = _extract_marked(text)
+            text, spans = find_blocks(
+                messages,
+                render,
+                special,
+                end_of_turn=lambda: self._probed(special).token,
+                is_trusted=self._is_trusted,
+            )
         else:
-            spans = self._turns(text, data['messages'], data['tools'], special_token_pattern(tuple(special)))
-        return Rendered(text, tuple(_with_end(text, span, tuple(special)) for span in spans), placeholders)
+            usual_end = self._probed(special).usual_end
+            finder = TurnFinder(messages, render, special_token_pattern(special), usual_end)
+            text, spans = finder.text, finder.find()
+        return Rendered(text, tuple(spans), placeholders)
 
-    def _turns(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any], special: re.Pattern[str]
-    ) -> list[Span]:
-        spans = []
-        for place, message in enumerate(messages):
-            if message['role'] != 'assistant':
-                continue
-            invited = self._render(messages[:place], tools, add_generation_prompt=True)
-            through = self._render(messages[: place + 1], tools) if place + 1 < len(messages) else text
-            if not (text.startswith(invited) and through.startswith(invited)):
-                raise ChatError(
-                    'the chat template renders turns differently once later turns follow, so assistant text cannot be '
-                    'located; put it between {% generation %} and {% endgeneration %}'
-                )
-            ends = list(special.finditer(through, len(invited)))
-            if not ends:
-                raise ChatError(_NO_END)
-            stop = ends[-1].end()
-            if not text.startswith(through[:stop]):
-                # Some templates remove the reasoning of earlier turns. The turn then ends at the next such token.
-                found = text.find(ends[-1].group(), len(invited))
-                if found < 0:
-                    raise ChatError(_NO_END)
-                stop = found + len(ends[-1].group())
-            spans.append(Span(len(invited), stop))
-        return spans
+    def end_of_turn(self, special: Sequence[str]) -> str:
+        """See `ChatTemplate.end_of_turn`."""
+        return self._probed(tuple(special)).token
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
+    def _probed(self, special: tuple[str, ...]) -> _Probe:
+        """Returns the end of a simple turn. Raises ChatError if the turn cannot be rendered or has no end."""
+        if special not in self._probes:
+            self._probes[special] = self._probe(special)
+        return self._probes[special]
+
+    def _probe(self, special: tuple[str, ...]) -> _Probe:
+        messages = [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hi'}]
+        render = self._renderer({'tools': [], 'template_kwargs': {}})
+        pattern = special_token_pattern(special)
+        finder = TurnFinder(messages, render, pattern)
+        try:
+            text, spans, usual_end = finder.text, finder.find(), ''
+            usual_end = finder.usual_end(spans[-1])
+        except ChatError:
+            if not self.facts.has_generation:
+                raise
+            text, spans = find_blocks(messages, render, special, end_of_turn=str, is_trusted=True)
+            usual_end = ''
+        tokens = pattern.findall(text, *spans[-1]) if spans else []
+        if not tokens:
+            raise ChatError(NO_END)
+        return _Probe(tokens[-1], usual_end)
+
+    def _renderer(self, data: Mapping[str, Any]) -> Render:
+        return functools.partial(self._render, tools=data['tools'], template_kwargs=data['template_kwargs'])
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any],
+        template_kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+    ) -> str:
         try:
             return self._template.render(
+                {'documents': None, **template_kwargs},
                 messages=messages,
                 tools=tools or None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
         # A template can raise any exception for unexpected messages.
         except Exception as error:
-            raise ChatError(f'the chat template rejects the messages: {_line(error)}') from error
+            hint = _DATE_HINT if "'strftime_now' is undefined" in str(error) else ''
+            raise ChatError(f'the chat template rejects the messages: {_line(error)}{hint}') from error
 
 
 class _Generation(jinja2.ext.Extension):
@@ -179,7 +204,7 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.CallBlock(self.call_method('_mark'), [], [], body).set_lineno(line)
 
     def _mark(self, caller: Callable[[], str]) -> str:
-        return f'{_OPEN}{caller()}{_CLOSE}'
+        return f'{mark(GENERATION)}{caller()}{mark(END_GENERATION)}'
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -226,36 +251,27 @@ def _raise(message: str) -> NoReturn:
 
 
 def _hide(
-    messages: Sequence[Message], tools: Sequence[Any], special: Sequence[str]
-) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    messages: Sequence[Message],
+    special: Sequence[str],
+    tools: Sequence[Any],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    data = {
+        'messages': [_with_reasoning(message) for message in messages],
+        'tools': list(tools),
+        'template_kwargs': dict(template_kwargs or {}),
+    }
     try:
-        return escape_special_tokens({'messages': list(messages), 'tools': list(tools)}, (*special, _OPEN, _CLOSE))
+        return escape_special_tokens(data, (*special, MARK))
     except RecursionError as error:
         raise ChatError('a message is nested too deeply') from error
 
 
-def _extract_marked(text: str) -> tuple[str, list[Span]]:
-    """Returns the text without markers, and the spans between the markers."""
-    spans: list[Span] = []
-    parts: list[str] = []
-    length = 0
-    for before in text.split(_OPEN):
-        marked, closed, after = before.partition(_CLOSE) if parts else ('', '', before)
-        if closed:
-            spans.append(Span(length, length + len(marked)))
-        parts += [marked, after]
-        length += len(marked) + len(after)
-    return ''.join(parts), spans
-
-
-def _with_end(text: str, span: Span, special: tuple[str, ...]) -> Span:
-    """Extends a span by the special token that follows it, unless the span already ends with a special token."""
-    if text.endswith(special, *span):
-        return span
-    end = special_token_pattern(special).match(text, span.stop)
-    if end is None:
-        raise ChatError(_NO_END)
-    return Span(span.start, end.end())
+def _with_reasoning(message: Message) -> Message:
+    """Copies reasoning to the names that templates read, and removes absent values, like Transformers."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[name] for name in _REASONING if name in present), None)
+    return present if reasoning is None else {'thinking': reasoning, **present, 'reasoning_content': reasoning}
 
 
 def _line(error: Exception) -> str:

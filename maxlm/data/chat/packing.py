@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, IGNORE_BIT, TokenDocument
+from maxlm.data.chat.token_flags import DOCUMENT_START_BIT, ID_MASK, IGNORE_BIT, TokenDocument
 
 # Maximum number of open sequences. More would reduce padding but need more memory.
 MAX_OPEN_SEQUENCES = 512
@@ -64,7 +64,8 @@ class Packer:
 
     A longer conversation is cut after the last turn of the assistant that fits. A longer preference pair is skipped. A
     longer text is split into sequences. The rest of a sequence is padded with end-of-document tokens, which form their
-    own document and are not targets of the loss.
+    own document and are not targets of the loss. The first token of a sequence is a target only if the sequence before
+    it ends with the end of a document.
     """
 
     def __init__(self, seq_len: int, *, end_of_document: int, counts: ChatCounts):
@@ -75,6 +76,8 @@ class Packer:
         self._free: list[tuple[int, int]] = []
         self._open: dict[int, list[np.ndarray]] = {}
         self._next = 0
+        # True if the sequences so far end with the end of a document.
+        self._has_end = False
 
     def add(self, document: TokenDocument) -> list[np.ndarray]:
         """Adds a document. Returns the documents of the completed sequences; the last of each includes the padding."""
@@ -103,12 +106,16 @@ class Packer:
         """Returns the documents of the fullest sequence."""
         free, number = self._free.pop(0)
         documents = self._open.pop(number)
+        if not self._has_end:
+            documents[0] = documents[0].copy()
+            documents[0][0] |= IGNORE_BIT
         if free:
             padding = np.full(free, self._end, np.uint32)
             padding[0] |= DOCUMENT_START_BIT
             # The padding is appended to the last document, so that it is not counted as a document.
             documents[-1] = np.concatenate([documents[-1], padding])
             self._counts.padding += free
+        self._has_end = bool(documents[-1][-1] & ID_MASK == self._end & ID_MASK)
         return documents
 
     def _parts(self, document: TokenDocument) -> list[np.ndarray]:
@@ -117,7 +124,7 @@ class Packer:
             return [tokens]
         if document.turn_ends is None:
             parts = [tokens[start : start + seq_len].copy() for start in range(0, len(tokens), seq_len)]
-            for part in parts:
+            for part in parts[1:]:
                 part[0] |= DOCUMENT_START_BIT | IGNORE_BIT
             return parts
         # Space for the end-of-document token, unless the turn ends with it.

@@ -12,9 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat.jinja import ChatError, JinjaTemplate, Rendered
+from maxlm.data.chat.jinja import JinjaTemplate
+from maxlm.data.chat.rendered import ChatError, Rendered
 from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits
-from maxlm.data.documents.conversation import Message
+from maxlm.data.documents.messages import Message
 from maxlm.errors import InputError, os_message
 from maxlm.storage.regular_files import read_text
 
@@ -70,6 +71,19 @@ LLAMA3 = """\
 TEMPLATES = {'chatml': CHATML, 'llama3': LLAMA3}
 # Variables of the tokenizer that a template may use.
 VARIABLES = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
+# Variables that callers cannot set: arguments of `apply_chat_template`, and variables that have their own values.
+RESERVED = frozenset(
+    {
+        *VARIABLES,
+        'messages',
+        'tools',
+        'add_generation_prompt',
+        'continue_final_message',
+        'chat_template',
+        'conversation',
+    }
+    | {'tokenize', 'return_dict', 'return_tensors', 'return_assistant_tokens_mask'}
+)
 # Texts that are recognized as special tokens in a template.
 _SPECIAL = re.compile(r'<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>')
 # Prefix that `set_variables` writes.
@@ -107,7 +121,7 @@ class ChatTemplate:
             )
         known = _SET.sub('', source, count=1) in TEMPLATES.values()
         try:
-            self._template = JinjaTemplate(source) if known else RemoteTemplate(source, limits)
+            self._template = JinjaTemplate(source, is_trusted=True) if known else RemoteTemplate(source, limits)
         except ChatError as error:
             raise InputError(f'{name}: {error}; fix the template') from error
         facts = self._template.facts
@@ -127,6 +141,8 @@ class ChatTemplate:
         special: Sequence[str] = (),
         tools: Sequence[Any] = (),
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """Renders messages like `apply_chat_template` of Transformers. `assistant_spans` is empty.
 
@@ -135,27 +151,46 @@ class ChatTemplate:
             special: special tokens to escape in the data.
             tools: JSON values.
             add_generation_prompt: whether to append the beginning of an assistant turn.
+            continue_final_message: whether to end the text after the content of the last message.
+            template_kwargs: JSON values of other variables of the template, such as `enable_thinking`.
 
         Raises:
-            ChatError: the template rejects the messages, fails, or exceeds its limits.
+            ChatError: the options exclude each other, or the template rejects the messages, fails, or exceeds its
+                limits.
         """
+        if continue_final_message and add_generation_prompt:
+            raise ChatError('add_generation_prompt and continue_final_message exclude each other; set only one')
+        if reserved := sorted(set(template_kwargs or {}) & RESERVED):
+            raise ChatError(f'the template variable {reserved[0]} cannot be set by the caller; remove it')
         return self._template.render(
-            messages, special=special, tools=tools, add_generation_prompt=add_generation_prompt
+            messages,
+            special=special,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=dict(template_kwargs or {}),
         )
 
     def render_with_spans(
         self, messages: Sequence[Message], *, special: Sequence[str], tools: Sequence[Any] = ()
     ) -> Rendered:
-        """Renders messages and finds the assistant messages, each up to and including the special token that ends its
-        turn.
+        """Renders messages and finds the assistant messages, each with the special token that ends its turn.
 
-        Without `{% generation %}`, an assistant message starts after the generation prompt.
+        The spans are those of `{% generation %}`. Without these blocks, see `turns`.
 
         Raises:
-            ChatError: the template fails as in `render`, the messages cannot be found, or a turn has no special token
+            ChatError: the template fails as in `render`, a message cannot be located, or a turn has no special token
                 at its end.
         """
         return self._template.render_with_spans(messages, special=special, tools=tools)
+
+    def end_of_turn(self, special: Sequence[str]) -> str:
+        """Returns the special token that ends a turn of the assistant.
+
+        Raises:
+            ChatError: the template cannot render a simple conversation, or its turns end without a special token.
+        """
+        return self._template.end_of_turn(special)
 
 
 def set_variables(source: str, values: Mapping[str, str]) -> str:

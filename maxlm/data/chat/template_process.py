@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import maxlm
-from maxlm.data.chat.jinja import ChatError, JinjaTemplate, Rendered, Span, TemplateFacts
-from maxlm.data.documents.conversation import Message
+from maxlm.data.chat.jinja import JinjaTemplate, TemplateFacts
+from maxlm.data.chat.rendered import ChatError, Rendered, Span
+from maxlm.data.documents.messages import Message
 from maxlm.storage.json_text import parse_json
 
 _LENGTH = struct.Struct('>Q')
@@ -85,6 +86,10 @@ class RemoteTemplate:
     def render_with_spans(self, messages: Sequence[Message], **options: Any) -> Rendered:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
         return _rendered(self._ask('render_with_spans', list(messages), options))
+
+    def end_of_turn(self, special: Sequence[str]) -> str:
+        """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
+        return str(self._ask('end_of_turn', list(special)))
 
     def _ask(self, *request: Any) -> Any:
         return _renderer(os.getpid(), self._limits).ask(self._source, request)
@@ -214,6 +219,8 @@ def _answer(template: JinjaTemplate, request: Sequence[Any], longest: int) -> An
     method, *arguments = request
     if method == 'facts':
         return template.facts
+    if method == 'end_of_turn':
+        return template.end_of_turn(*arguments)
     messages, options = arguments
     rendered = getattr(template, method)(messages, **options)
     if len(rendered.text) > longest:

@@ -6,6 +6,7 @@ end-of-document token, so document boundaries cannot be found by id.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class TokenDocument(NamedTuple):
 def encode_flags(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """Adds flags to the tokens of a document: uint32 [number of tokens].
 
-    The first token is never a target, because a document does not predict the beginning of the next document.
+    If the first token is a target, the end of the document before it predicts it.
 
     Args:
         ids: token ids, [number of tokens].
@@ -40,18 +41,52 @@ def encode_flags(ids: np.ndarray, predicted: np.ndarray) -> np.ndarray:
     """
     marked = ids.astype(np.uint32)
     marked[~predicted] |= IGNORE_BIT
-    marked[:1] |= IGNORE_BIT | DOCUMENT_START_BIT
+    marked[:1] |= DOCUMENT_START_BIT
     return marked
 
 
-def encode_stream_flags(stream: np.ndarray, end_of_document: int) -> np.ndarray:
-    """Adds flags to a stream in which `end_of_document` ends documents. The first token of each document is no target.
+def encode_stream_flags(
+    stream: np.ndarray,
+    end_of_document: int,
+    *,
+    train_first_token: bool = True,
+    beginning_of_document: Sequence[int] = (),
+) -> np.ndarray:
+    """Adds flags to a stream in which `end_of_document` ends documents. See `are_targets` for the other arguments.
 
     The first token of the stream gets no flags, because the token before it is unknown.
     """
     marked = stream.astype(np.uint32)
-    marked[1:][stream[:-1] == end_of_document] |= IGNORE_BIT | DOCUMENT_START_BIT
+    marked[1:][stream[:-1] == end_of_document] |= DOCUMENT_START_BIT
+    targets = are_targets(
+        stream,
+        end_of_document,
+        train_first_token=train_first_token,
+        beginning_of_document=beginning_of_document,
+    )
+    marked[1:][~targets] |= IGNORE_BIT
     return marked
+
+
+def are_targets(
+    stream: np.ndarray, end_of_document: int, *, train_first_token: bool, beginning_of_document: Sequence[int]
+) -> np.ndarray:
+    """Returns True for each token after the first of a stream that is a target of the loss.
+
+    Args:
+        stream: ids without flags, [..., n].
+        end_of_document: id after each document.
+        train_first_token: the first token of a document is a target, which the end-of-document token predicts.
+        beginning_of_document: ids that the tokenizer writes before each text. They are given and never targets.
+
+    Returns:
+        bool [..., n - 1].
+    """
+    if train_first_token:
+        targets = np.ones_like(stream[..., 1:], bool)
+    else:
+        targets = stream[..., :-1] != end_of_document
+    return targets & ~np.isin(stream[..., 1:], beginning_of_document) if len(beginning_of_document) else targets
 
 
 def token_ids(marked: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
-from maxlm.data.documents.conversation import Message
+from maxlm.data.documents.messages import Message
 
 # Some templates require ids of nine letters and digits.
 _ID = 'call{:05}'
@@ -51,6 +51,8 @@ def encode_tool_results(
     before = encoder.encode_rendered(encoder.render_prompt(begin, tools=tools, add_generation_prompt=False))
     # The template may add text, such as a line break, after the turn.
     ends = np.flatnonzero(before == encoder.end_of_turn)
+    if len(ends) <= np.count_nonzero(encoder.encode_prompt(begin[:1], tools=tools) == encoder.end_of_turn):
+        raise ChatError('the chat template ends turns with tool calls by another token than other turns')
     num = int(ends[-1]) + 1 if len(ends) else 0
     after = encoder.encode_prompt([*begin, *messages], tools=tools)
     if not num or not np.array_equal(after[:num], before[:num]):

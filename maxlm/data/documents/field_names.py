@@ -1,9 +1,9 @@
-"""Maps nonstandard field and role names in records to the standard names."""
+"""Finds fields of records by name, also nested ones, and maps nonstandard names to the standard names."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from maxlm.data.documents.messages import ROLES, text_or_messages
@@ -35,16 +35,51 @@ def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
+def field_value(entry: Any, name: str) -> Any:
+    """Returns the value of a field, or None without it: the field `a.b`, else the field `b` of the object `a`."""
+    if not isinstance(entry, Mapping):
+        return None
+    if name in entry:
+        return entry[name]
+    values = (field_value(entry[head], rest) for head, rest in _cuts(name) if head in entry)
+    return next((value for value in values if value is not None), None)
+
+
+def top_field(name: str, fields: Collection[str]) -> str:
+    """Returns the field of `fields` that contains the field `name`, or `name` if none does."""
+    return name if name in fields else next((head for head, _ in _cuts(name) if head in fields), name)
+
+
+def nested_names(entry: Any) -> list[str]:
+    """Returns the names `a.b` of the fields of nested objects, those with fewer dots first."""
+    names: list[str] = []
+    level = [(str(name), value) for name, value in entry.items()] if isinstance(entry, Mapping) else []
+    while level:
+        level = [
+            (f'{name}.{inner}', item)
+            for name, value in level
+            if isinstance(value, Mapping)
+            for inner, item in value.items()
+        ]
+        names += [name for name, _ in level]
+    return names
+
+
+def _cuts(name: str) -> list[tuple[str, str]]:
+    """Returns the parts of a name before and after each dot."""
+    return [(name[:i], name[i + 1 :]) for i, character in enumerate(name) if character == '.']
+
+
 def with_usual_names(entry: Any, options: ReadOptions) -> Any:
     """Returns a record with its messages in a standard field and with standard roles. Other values are unchanged."""
     if not isinstance(entry, dict):
         return entry
     field = options.messages_field
-    if field and field in entry:
-        messages = _decoded(entry[field])
+    if field and (value := field_value(entry, field)) is not None:
+        messages = _decoded(value)
         is_sharegpt = isinstance(messages, list) and any(isinstance(m, dict) and 'from' in m for m in messages)
         rest = {key: value for key, value in entry.items() if key not in (field, 'messages', 'conversations')}
-        entry = {**rest, 'conversations' if is_sharegpt else 'messages': entry[field]}
+        entry = {**rest, 'conversations' if is_sharegpt else 'messages': value}
     if options.roles:
         roles = dict(options.roles)
         entry = {key: _renamed(value, roles) if key in MESSAGE_FIELDS else value for key, value in entry.items()}
@@ -55,7 +90,7 @@ def list_fields(entry: Any) -> str:
     """Returns a list of the fields of a record, for error messages."""
     if not isinstance(entry, Mapping):
         return f'the record is {type(entry).__name__}, not an object'
-    names = [' '.join(str(name).split())[:50] for name in entry]
+    names = [' '.join(str(name).split())[:50] for name in (*entry, *nested_names(entry))]
     more = f' and {len(names) - MAX_FIELDS_LISTED} more' if len(names) > MAX_FIELDS_LISTED else ''
     return f'it has {", ".join(names[:MAX_FIELDS_LISTED])}{more}' if names else 'it has no fields'
 

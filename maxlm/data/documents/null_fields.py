@@ -1,8 +1,8 @@
 """Removes the nulls that Arrow adds to records.
 
 All structs of an Arrow column have the same fields. A field that only other rows have is null, and `Dataset.to_json`
-writes that null. It is therefore equal to a missing field. Nulls in lists, and in strings with JSON text, were written
-by the author of the record and are kept.
+writes that null. It is therefore equal to a missing field. Nulls in lists, and in the JSON texts of arguments, calls,
+tools and parameters, were written by the author of the record and are kept.
 """
 
 from __future__ import annotations

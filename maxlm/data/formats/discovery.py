@@ -12,12 +12,13 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES
 from maxlm.data.formats import hf_datasets, tfds
 from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
+from maxlm.data.formats.tokens.archive_layout import MASK, describes_tokens
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
@@ -25,6 +26,7 @@ from maxlm.storage.filesystem import Entry, display_path, is_url
 
 # Prefixes of datasets that are given by name, with the kind of their reader.
 DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
+ARROW_SUFFIXES = ('.arrow', '.feather')
 SKIPPED_DIRECTORIES = ('__pycache__',)
 _WILDCARDS = re.compile(r'[*?[]')
 
@@ -43,9 +45,10 @@ def find_inputs(
 ) -> list[InputFile]:
     """Returns the files of `paths`, in the order of `paths` and sorted by name within each path.
 
-    A directory is walked. Its files are included if their suffix is in TEXT_SUFFIXES or KIND_SUFFIXES. Files with other
-    suffixes are included if their content is text (see `text_files`) and the directory has no token files. Hidden
-    entries, local directories that are symbolic links, `__pycache__` and names that match `exclude` are skipped.
+    A directory that `save_to_disk` of Hugging Face wrote is read like `hf:DIRECTORY`. Other directories are walked.
+    Files are included if their suffix is in TEXT_SUFFIXES or KIND_SUFFIXES. Files with other suffixes are included if
+    their content is text (see `text_files`) and the directory has no token files. Hidden entries, local directories
+    that are symbolic links, `__pycache__` and names that match `exclude` are skipped.
 
     A file given directly is included regardless of its suffix, as text if the suffix is unknown. The same holds for
     the matches of a glob that ends in a suffix. If two inputs contain files of the same name, all names are prefixed
@@ -68,6 +71,7 @@ def find_inputs(
         files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
+    _refuse_masks([file for given in inputs for file in given])
     files = [file for given in inputs for file in given]
     if _repeated(file.name for file in files):
         files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
@@ -97,11 +101,17 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
         entry = filesystem.stat(given)
         source = _last_component(given)
         if not entry.is_directory:
+            _refuse_arrow([entry])
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
-        files = _select_files(list(_walk(given, exclude)), source, on_skipped)
+        if hf_datasets.is_saved(given):
+            return [_dataset(f'{hf_datasets.PREFIX}{given}', 'hub', max_record_bytes)]
+        entries = list(_walk(given, exclude))
+        _refuse_saved(entries)
+        files = _select_files(entries, source, on_skipped)
     except StorageError as error:
         raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
+        _refuse_arrow(entries)
         raise InputError(f'{display_path(given)} contains no text: {_searched()}; give other files by name')
     _refuse_mixed(given, files)
     return files
@@ -124,6 +134,9 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list
     is_named = bool(suffix) and not _WILDCARDS.search(suffix)
     # Deduplicate by name, because `**` can reach a file in several ways.
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
+    _refuse_saved(found.values())
+    if is_named:
+        _refuse_arrow(found.values())
     source = _last_component(root)
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
@@ -149,6 +162,34 @@ def _select_files(
         _input_file(entry, source, kind_of(entry.name) or 'text')
         for entry in sorted([*known, *texts], key=lambda entry: entry.name)
     ]
+
+
+def _refuse_saved(entries: Collection[Entry]) -> None:
+    """Raises InputError for a data set of `save_to_disk` below a directory, whose files would all be skipped."""
+    arrow = [entry.name for entry in entries if entry.name.endswith('.arrow')]
+    for entry in sorted(entries, key=lambda entry: entry.name.count('/')):
+        folder, _, name = entry.name.rpartition('/')
+        if name in hf_datasets.SAVED_FILES and any(other.startswith(folder and f'{folder}/') for other in arrow):
+            given = entry.path.removesuffix(f'/{name}')
+            raise InputError(
+                f'{display_path(given)} was written by save_to_disk; {_as_dataset(given)}, or skip it with --exclude'
+            )
+
+
+def _refuse_arrow(entries: Collection[Entry]) -> None:
+    for entry in entries:
+        if entry.name.lower().endswith(ARROW_SUFFIXES):
+            remedy = 'convert it to Parquet'
+            if entry.name.endswith('.arrow'):
+                folder = entry.path.rpartition('/')[0] or '.'
+                remedy = f'{_as_dataset(folder)} to read the .arrow files of its directory, or {remedy}'
+            raise InputError(f'{display_path(entry.path)}: Arrow files are not read; {remedy}')
+
+
+def _as_dataset(directory: str) -> str:
+    if is_url(directory):
+        return 'copy it to a disk with maxlm.fetch and give hf:DIRECTORY'
+    return f'give {hf_datasets.PREFIX}{directory}'
 
 
 def _split_glob(glob: str) -> tuple[str, list[str]]:
@@ -232,6 +273,15 @@ def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
             f'{display_path(given)} contains token files ({tokens.name}) and text ({text.name}); skip one kind '
             f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
         )
+
+
+def _refuse_masks(files: Sequence[InputFile]) -> None:
+    for file in files:
+        if file.kind == 'tokens' and describes_tokens(PurePosixPath(file.name).stem):
+            raise InputError(
+                f'{display_path(file.path)} describes tokens, by its name; save it with its tokens in one .npz as '
+                f"{MASK}, or skip it with --exclude '{PurePosixPath(file.name).name}'"
+            )
 
 
 def _identity(file: InputFile) -> str:

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.field_names import nested_names
 from maxlm.data.documents.parse_record import columns_format
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.formats import parquet
@@ -33,6 +34,8 @@ from maxlm.storage.errors import StorageError, classify_error, short_message
 
 PREFIX = 'hf:'
 SPELLING = 'hf:NAME[:CONFIG][@REVISION][#SPLIT] or hf:DIRECTORY[#SPLIT]'
+# Files that `save_to_disk` writes beside the data: of a data set, and of a dictionary of splits.
+SAVED_FILES = ('state.json', 'dataset_dict.json')
 _SPEC = re.compile(r'(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@#]+))?(@(?P<revision>[^#]+))?')
 
 
@@ -76,6 +79,12 @@ def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
     return InputFile(str(spec), f'{name}#{spec.split or "train"}', source, 'hub', size, version)
 
 
+def is_saved(directory: str) -> bool:
+    """Returns True if `save_to_disk` wrote a local directory."""
+    state, splits = (os.path.join(directory, name) for name in SAVED_FILES)
+    return os.path.isfile(splits) or (os.path.isfile(state) and os.path.isfile(f'{directory}/dataset_info.json'))
+
+
 def pin(given: str) -> str:
     """Returns a spec `hf:…` with the commit that its name and revision currently refer to.
 
@@ -102,8 +111,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     try:
         limit_files(_datasets(file.path), options)
         dataset = streamed = _open(file.path, file.version)
-        columns = _columns(dataset, file, options)
-        if fault := column_fault(columns, options):
+        columns, nested = _columns(dataset, file, options)
+        if fault := column_fault(columns, options, nested):
             on_bad(file.name, f'{file.path}: {fault}')
             return
         # Select columns first: some formats then do not even download the remaining columns.
@@ -127,12 +136,17 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 
 def first_format(file: InputFile, options: ReadOptions) -> str:
     """Returns the format detected from the columns: `preference`, `chat` or `text`."""
-    return columns_format(_columns(_open(file.path, file.version), file, options), options)
+    columns, nested = _columns(_open(file.path, file.version), file, options)
+    return columns_format([*columns, *nested], options)
 
 
-def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> list[str]:
+def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> tuple[list[str], list[str]]:
+    """Returns the names of the columns and of their nested fields."""
+    if dataset.column_names and dataset.features:
+        return dataset.column_names, parquet.nested_columns(dataset.features.arrow_schema)
     # A stream may know its columns only after its first row.
-    return dataset.column_names or list(next(checked_rows(dataset, file.path), {options.text_key: ''}))
+    row = next(checked_rows(dataset, file.path), {options.text_key: ''})
+    return dataset.column_names or list(row), nested_names(row)
 
 
 def _parse(given: str) -> _Spec:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.field_names import field_value, nested_names
 from maxlm.data.documents.parse_record import columns_format
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
@@ -47,7 +48,8 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
 
     with filesystem.open_file(file.path) as content:
         try:
-            return columns_format(_open(content).schema_arrow.names, options)
+            schema = _open(content).schema_arrow
+            return columns_format([*schema.names, *nested_columns(schema)], options)
         except (pyarrow.ArrowException, OSError):
             return 'text'
 
@@ -156,20 +158,41 @@ def _open(content: BinaryIO) -> Any:
         raise pyarrow.ArrowInvalid('a column name is not UTF-8') from error
 
 
+def nested_columns(schema: Any) -> list[str]:
+    """Returns the names `a.b` of the fields of struct columns."""
+    return nested_names({field.name: _fields_of(field.type) for field in schema})
+
+
+def _fields_of(kind: Any) -> Any:
+    """Returns the types of the fields of a struct by name, or the type itself."""
+    import pyarrow.types as is_type  # slow to import
+
+    if not is_type.is_struct(kind):
+        return kind
+    return {kind.field(i).name: _fields_of(kind.field(i).type) for i in range(kind.num_fields)}
+
+
 def _column_fault(schema: Any, options: ReadOptions) -> str:
     """Returns an error text if the requested columns are missing or have a wrong type, else ''."""
     import pyarrow.types as is_type  # slow to import
 
-    if fault := column_fault(schema.names, options):
+    if fault := column_fault(schema.names, options, nested_columns(schema)):
         return fault
     if options.format != 'text':
         return ''
-    kind = schema.field(options.text_key).type
-    kind = kind.value_type if is_type.is_dictionary(kind) else kind
-    texts = (is_type.is_string, is_type.is_large_string, is_type.is_binary, is_type.is_large_binary, is_type.is_null)
-    if not any(is_text(kind) for is_text in texts):
-        return f'the column {options.text_key!r} contains {kind}, not text; set --text-field to the text column'
-    return ''
+    kind = field_value({field.name: _fields_of(field.type) for field in schema}, options.text_key)
+    # Extension types such as `arrow.json` are stored as another type.
+    kind = getattr(kind, 'storage_type', kind)
+    kind = kind.value_type if not isinstance(kind, dict) and is_type.is_dictionary(kind) else kind
+    texts = (
+        *(is_type.is_string, is_type.is_large_string, is_type.is_string_view, is_type.is_null),
+        *(is_type.is_binary, is_type.is_large_binary, is_type.is_binary_view),
+    )
+    if isinstance(kind, dict):
+        kind = f'a struct of {", ".join(kind)}'
+    elif any(is_text(kind) for is_text in texts):
+        return ''
+    return f'the column {options.text_key!r} contains {kind}, not text; set --text-field to the text column'
 
 
 def _line(error: Exception) -> str:

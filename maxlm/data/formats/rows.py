@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxlm.data.documents.document import Document, OnBad
-from maxlm.data.documents.field_names import list_fields
+from maxlm.data.documents.field_names import field_value, list_fields, top_field
 from maxlm.data.documents.null_fields import present_fields
 from maxlm.data.documents.parse_record import RECORD_FIELDS, entry_document
 from maxlm.data.documents.read_options import ReadOptions
@@ -30,34 +31,37 @@ def row_document(
             _refuse_long(document.text, options)
             yield document
             return
-        text = text_of(row[options.text_key])
+        text = text_of(field_value(row, options.text_key))
         _refuse_long(text, options)
     except ValueError as error:
         on_bad(name, f'{display_path(file.path)}: row {place}: {error}')
         return
-    yield Document(name, file.source, text, metadata={key: plain(row[key]) for key in options.metadata_keys})
+    metadata = {key: plain(field_value(row, key)) for key in options.metadata_keys}
+    yield Document(name, file.source, text, metadata=metadata)
 
 
-def column_fault(columns: Sequence[str], options: ReadOptions) -> str:
-    """Returns an error text if a requested column is missing, else ''."""
+def column_fault(columns: Sequence[str], options: ReadOptions, nested: Sequence[str] = ()) -> str:
+    """Returns an error text if a requested column is missing, else ''. `nested` are the names of nested fields."""
+    names = dict.fromkeys((*columns, *nested))
     if options.format != 'text':
-        wanted = [key for key in record_fields(columns, options) if key not in options.metadata_keys]
-        if wanted and (not options.messages_field or options.messages_field in columns or options.text_key in columns):
+        wanted = record_fields(columns, dataclasses.replace(options, metadata_keys=()))
+        if wanted and (not options.messages_field or options.messages_field in names or options.text_key in names):
             return ''
         missing = f'no column {options.messages_field!r}' if options.messages_field else 'no conversation column'
-        return f'{missing}; {list_fields(dict.fromkeys(columns))}; set --messages-field to the column'
+        return f'{missing}; {list_fields(names)}; set --messages-field to the column'
     for key in (options.text_key, *options.metadata_keys):
-        if key not in columns:
+        if key not in names:
             option = '--text-field' if key == options.text_key else '--metadata-fields'
-            return f'no column {key!r}; {list_fields(dict.fromkeys(columns))}; set {option} to the column'
+            return f'no column {key!r}; {list_fields(names)}; set {option} to the column'
     return ''
 
 
 def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
-    """Returns the columns of a row to read."""
+    """Returns the columns of a row to read. Nested fields need the column that contains them."""
     if options.format == 'text':
-        return list(dict.fromkeys((options.text_key, *options.metadata_keys)))
+        return list(dict.fromkeys(top_field(key, columns) for key in (options.text_key, *options.metadata_keys)))
     wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
+    wanted = {top_field(key, columns) for key in wanted}
     return [column for column in columns if column in wanted]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxlm.data.documents.document import Document, OnBad
+from maxlm.data.documents.field_names import nested_names
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.rows import checked_rows, column_fault, row_document
@@ -60,7 +61,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
     options = dataclasses.replace(options, format='text')
     try:
         builder = _opened(file.path, file.version)
-        if fault := column_fault(sorted(builder.info.features or ()), options):
+        features = _as_dict(builder.info.features or {})
+        if fault := column_fault(sorted(features), options, nested_names(features)):
             on_bad(file.name, f'{file.path}: {fault}')
             return
         examples = checked_rows(_examples(builder, _split(file.path), start, stop), file.path)
@@ -68,6 +70,11 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             yield from row_document(file, str(number), example, options, on_bad)
     except StorageError as error:
         on_bad(file.name, str(error))
+
+
+def _as_dict(features: Any) -> dict[str, Any]:
+    """Returns the features by name, with nested dictionaries of features."""
+    return {name: _as_dict(value) if hasattr(value, 'items') else value for name, value in features.items()}
 
 
 def _examples(builder: Any, split: str, start: int, stop: int) -> Iterator[dict[str, Any]]:

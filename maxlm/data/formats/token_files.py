@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO, cast
 
@@ -14,7 +15,10 @@ import numpy as np
 from maxlm.data.documents.document import Document, OnBad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
+from maxlm.data.formats.tokens.archive_layout import ZIP_ERRORS, ArchiveLayout, array_name, find_layout
+from maxlm.data.formats.tokens.kept_spans import Companions, kept_spans
+from maxlm.data.formats.tokens.token_arrays import TokenArray, TokenFileError, open_npy, open_raw
+from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path
@@ -23,28 +27,32 @@ from maxlm.storage.filesystem import display_path
 CHUNK_TOKENS = 2**20
 # A block of this many tokens without an end of document ends the document. A multiple of CHUNK_TOKENS.
 MAX_DOCUMENT_TOKENS = 2**24
-# Exceptions raised for damaged, encrypted and unsupported zip members.
-ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 
 
 def bounds(file: InputFile) -> Sequence[int]:
-    """Returns the unit boundaries. Units are bytes of tokens in `.npy` and `.bin` files, and arrays in `.npz` files."""
+    """Returns the unit boundaries. Units are bytes of tokens in `.npy` and `.bin` files, and arrays in `.npz` files.
+
+    An archive with arrays that describe the tokens, such as a mask, is one unit.
+    """
     if not _is_archive(file):
         # The last range is smaller than stated by the size of the header.
         return range(file.size + 1)
     try:
-        with filesystem.open_file(file.path) as content, zipfile.ZipFile(content) as archive:
-            return list(itertools.accumulate((member.compress_size for member in archive.infolist()), initial=0))
-    except ZIP_ERRORS:
+        layout = _layout(file)
+    except (TokenFileError, *ZIP_ERRORS):
         return ()
+    if layout.describes_tokens:
+        return ()
+    return list(itertools.accumulate((member.compress_size for member in layout.streams), initial=0))
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
     """Yields the documents that start in units [start, stop); see `registry.Reader`.
 
     A document ends before the next `options.end_of_document`, which is not included. A block of MAX_DOCUMENT_TOKENS
-    tokens without an end also ends the document. Each row of a two-dimensional array is a separate stream. Names are
-    `FILE:TOKEN`, or `FILE:ARRAY:TOKEN` for `.npz`, with the index of the document's first token in the array.
+    tokens without an end also ends the document. Each row of a two-dimensional array is a separate stream, without its
+    padding if the archive has a mask or lengths (see `kept_spans`). Names are `FILE:TOKEN`, or `FILE:ARRAY:TOKEN` for
+    `.npz`, with the index of the document's first token in the array.
     """
     path = display_path(file.path)
     try:
@@ -52,13 +60,8 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             if _is_archive(file):
                 yield from _read_archive(content, file, start, stop, options, on_bad)
                 return
-            size = content.seek(0, os.SEEK_END)
-            content.seek(0)
             try:
-                if file.name.lower().endswith('.npy'):
-                    array = open_npy(content, size)
-                else:
-                    array = open_raw(content, size, options.token_dtype)
+                array = _open_array(content, file, options.token_dtype)
                 yield from _read_array(array, file, file.name, path, start, stop, options, on_bad)
             except TokenFileError as error:
                 on_bad(file.name, f'{path}: {error}')
@@ -66,25 +69,93 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
         on_bad(file.name, str(error))
 
 
+def check_token_file(file: InputFile, token_dtype: str) -> None:
+    """Raises InputError if the header of a file, or the names of the arrays of an archive, make it unreadable."""
+    path = display_path(file.path)
+    try:
+        if _is_archive(file):
+            _layout(file)
+            return
+        with filesystem.open_file(file.path) as content:
+            _open_array(content, file, token_dtype)
+    except TokenFileError as error:
+        message = f'{path}: {error}'
+        raise InputError(message) from error
+    except ZIP_ERRORS as error:
+        raise InputError(_damaged_archive(path, error)) from error
+
+
+def _open_array(content: BinaryIO, file: InputFile, token_dtype: str) -> TokenArray:
+    size = content.seek(0, os.SEEK_END)
+    content.seek(0)
+    return open_npy(content, size) if file.name.lower().endswith('.npy') else open_raw(content, size, token_dtype)
+
+
+def _layout(file: InputFile) -> ArchiveLayout:
+    with filesystem.open_file(file.path) as content, zipfile.ZipFile(content) as archive:
+        return find_layout(archive)
+
+
+# Each range of an archive needs the layout, which is found by reading the start of many arrays.
+_cached_layout = functools.lru_cache(maxsize=1)(_layout)
+
+
 def _read_archive(
     content: BinaryIO, file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad
 ) -> Iterator[Document]:
     path = display_path(file.path)
     try:
-        archive = zipfile.ZipFile(content)
-    except ZIP_ERRORS as error:
-        on_bad(file.name, f'{path}: not a readable .npz file ({error}); fetch it again')
+        archive, layout = zipfile.ZipFile(content), (_cached_layout if file.version else _layout)(file)
+    except TokenFileError as error:
+        on_bad(file.name, f'{path}: {error}')
         return
-    for member in archive.infolist()[start:stop]:
+    except ZIP_ERRORS as error:
+        on_bad(file.name, _damaged_archive(path, error))
+        return
+    for member in layout.streams[start:stop]:
         name, label = f'{file.name}:{member.filename.removesuffix(".npy")}', f'{path}, array {member.filename}'
         try:
-            with archive.open(member) as stream:
-                array = open_npy(cast(BinaryIO, stream), member.file_size)
-                yield from _read_array(array, file, name, label, 0, array.num_bytes, options, on_bad)
+            with contextlib.ExitStack() as stack:
+                array = _open_member(archive, member, stack)
+                spans = None
+                if layout.describes_tokens:
+                    companions = _open_companions(archive, layout, stack)
+                    spans = kept_spans(
+                        array,
+                        companions,
+                        lambda first, reason, name=name: on_bad(f'{name}:{first}', f'{path}: {reason}'),  # type: ignore[misc]
+                    )
+                yield from _read_array(array, file, name, label, 0, array.num_bytes, options, on_bad, spans)
         except TokenFileError as error:
             on_bad(name, f'{label}: {error}')
         except ZIP_ERRORS as error:
             on_bad(name, f'{label}: damaged or truncated ({error}); fetch it again')
+
+
+def _damaged_archive(path: str, error: Exception) -> str:
+    return f'{path}: not a readable .npz file ({error}); fetch it again'
+
+
+def _open_member(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, stack: contextlib.ExitStack, kinds: str = 'iu'
+) -> TokenArray:
+    return open_npy(cast(BinaryIO, stack.enter_context(archive.open(member))), member.file_size, kinds=kinds)
+
+
+def _open_companions(archive: zipfile.ZipFile, layout: ArchiveLayout, stack: contextlib.ExitStack) -> Companions:
+    """Opens the arrays that describe the tokens. Raises TokenFileError with the name of an unusable array."""
+
+    def opened(member: zipfile.ZipInfo, kinds: str) -> TokenArray:
+        try:
+            return _open_member(archive, member, stack, kinds)
+        except TokenFileError as error:
+            raise TokenFileError(f'{array_name(member)} {error}') from error
+
+    return Companions(
+        mask=opened(layout.mask, 'iubf') if layout.mask else None,
+        labels=opened(layout.labels, 'iu') if layout.labels else None,
+        lengths={array_name(member): opened(member, 'iu') for member in layout.lengths},
+    )
 
 
 def _read_array(
@@ -96,9 +167,16 @@ def _read_array(
     stop: int,
     options: ReadOptions,
     on_bad: OnBad,
+    spans: Iterator[tuple[int, int]] | None = None,
 ) -> Iterator[Document]:
     limit = 2**32 if options.vocab_size is None else options.vocab_size
-    for first, ids in _documents(array, start, stop, options.end_of_document):
+    end = options.end_of_document
+    if spans is None:
+        documents = _documents(array, start, stop, end)
+    else:
+        streams = (_cut_stream(array, begin, finish, begin, finish, end) for begin, finish in spans)
+        documents = itertools.chain.from_iterable(streams)
+    for first, ids in documents:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
             place = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
             row = f' (row {(first + place) // array.shape[-1]})' if array.has_rows else ''

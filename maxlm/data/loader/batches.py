@@ -7,18 +7,21 @@ import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Generator, Sequence
-from typing import Protocol
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 from absl import flags
 
 from maxlm.config.schema import DataConfig
+from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
 from maxlm.data.loader.teacher_outputs import TeacherOutputReader
 from maxlm.data.loader.windows import Batch, Sequences
+from maxlm.errors import InputError
+from maxlm.log import logger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +84,8 @@ class Batches:
     """Batches of windows by step: a pure function of (windows, order, step). Picklable.
 
     `batches[step]` is a dict of arrays [rows, T] (see `window_batch`). With `with_sources` it also contains `sources`,
-    int32 [rows]: the number of the source of each row. Row r of the global batch is row `step * global_batch + r` of
-    the order. The last batch is padded with rows of weight 0.
+    int32 [rows]: the number of the source of each row. Row r of the global batch is row `first_row(step) + r` of the
+    order; see `BatchRows`. The last batch is padded with rows of weight 0.
 
     Args:
         sources: the sources of the windows. All have the same window length and tokenizer.
@@ -94,6 +97,7 @@ class Batches:
         seq_len_schedule: (first step, number of splits) entries in ascending order; () = windows are rows. A window
             split into n gives n rows of T = window / n tokens, so the number of tokens in a batch does not change.
         teacher: stored outputs of a teacher for the windows of the only source, which are added to the batches.
+        batch_sizes: earlier sizes of the global batch; see `BatchRows.of`.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class Batches:
         num_batches: int = 0,
         seq_len_schedule: Sequence[tuple[int, int]] = (),
         teacher: TeacherOutputReader | None = None,
+        batch_sizes: Changes = (),
     ):
         self._sources = sources
         self._teacher = teacher
         self.order = order
-        self.global_batch = global_batch
+        self.global_batch, self.batch_rows = global_batch, BatchRows.of(global_batch, batch_sizes)
         self._rows = range(global_batch)[rows or slice(None)]
         self._with_sources = with_sources
         self._context_schedule = seq_len_schedule
@@ -130,7 +135,7 @@ class Batches:
         """
         if not 0 <= step < len(self):
             raise IndexError(step)
-        first = step * self.global_batch
+        first = self.batch_rows.first_row(step)
         positions = [self.order.locate(first + row) for row in self._rows]
         # A stream of one token has a target but no input, so it gives a row of padding.
         streams = [
@@ -188,6 +193,22 @@ def iterate(
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
     with contextlib.closing(iter(steps)) as iterator:
         yield from iterator
+
+
+def check_same_data(stored: Mapping[str, Any], present: Mapping[str, Any], *, allow_dataset_change: bool) -> None:
+    """Checks that the data order is unchanged, because the step is the position in the data only for the same order.
+
+    Raises:
+        InputError: it has changed.
+    """
+    changes = fingerprint_changes(dict(stored), dict(present))
+    if changes and not allow_dataset_change:
+        raise InputError(
+            f'the run cannot resume with different data: {changes}; restore the previous data, use a new workdir, or '
+            f'set data.allow_dataset_change=True to continue at the same step of the new data order'
+        )
+    if changes:
+        logger.warning(f'resuming with different data (data.allow_dataset_change=True): {changes}')
 
 
 def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:

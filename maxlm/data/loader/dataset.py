@@ -15,6 +15,7 @@ from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
+from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
@@ -102,11 +103,14 @@ class TrainingData:
         counts = [count for count in self.source_windows if count is not None]
         return sum(counts) if len(counts) == len(self.sources) else None
 
-    def mixture(self, global_batch: int = 1, sources_schedule: SourcesSchedule = ()) -> StagedMixture:
+    def mixture(
+        self, global_batch: int = 1, sources_schedule: SourcesSchedule = (), batch_sizes: Changes = ()
+    ) -> StagedMixture:
         """Returns the mixture of the sources. See `Config.source_stages` for the schedule; () = constant weights."""
+        batch_rows = BatchRows.of(global_batch, batch_sizes)
         stages = sources_schedule or ((0, tuple(source.weight for source in self.sources)),)
         return StagedMixture(
-            [(first * global_batch, Mixture(weights, seed=self.data.seed)) for first, weights in stages]
+            [(batch_rows.first_row(first), Mixture(weights, seed=self.data.seed)) for first, weights in stages]
         )
 
     @property
@@ -143,6 +147,7 @@ class TrainingData:
         seq_len_schedule: tuple[tuple[int, int], ...] = (),
         sources_schedule: SourcesSchedule = (),
         teacher: TeacherOutputReader | None = None,
+        batch_sizes: Changes = (),
     ) -> Batches:
         """Returns the shuffled, endless batches of the train split. See `Batches` and `mixture` for the arguments.
 
@@ -167,12 +172,13 @@ class TrainingData:
         ]
         return Batches(
             weighted_sources,
-            TrainingRows(self.mixture(global_batch, sources_schedule), orders),
+            TrainingRows(self.mixture(global_batch, sources_schedule, batch_sizes), orders),
             global_batch=global_batch,
             rows=rows,
             with_sources=bool(self.names),
             seq_len_schedule=seq_len_schedule,
             teacher=teacher,
+            batch_sizes=batch_sizes,
         )
 
     def teacher_outputs(self, config: Config) -> TeacherOutputReader | None:
@@ -239,7 +245,7 @@ class TrainingData:
                 return
             assert isinstance(training.order, TrainingRows)
             shards = [source.shards('train') for source in self.sources]
-            for reading in upcoming_reads(training.order, training.global_batch, start_step):
+            for reading in upcoming_reads(training.order, training.batch_rows, start_step):
                 files = self.sources[reading.source].remote_files(shards[reading.source][s] for s in reading.shards)
                 if files:
                     yield PlannedRead(files, reading.first_step, reading.last_step)
@@ -274,6 +280,8 @@ class TrainingData:
             'seed': self.data.seed,
             'pool_shards': self.data.shuffle_shards,
             'isolate_documents': self.data.document_mask,
+            # Absent if False, as in runs that began before this key was added.
+            **({'train_first_token': True} if self.data.train_first_token else {}),
             'global_batch': global_batch,
             'order': VERSION,
         }
@@ -282,8 +290,10 @@ class TrainingData:
         weighted_sources = []
         # All rows of a batch have the same format, with or without token flags.
         marked = any(source.dataset.masked for source in self.sources)
+        # A data set that was prepared by an earlier version has no such ids in its texts.
+        beginning = max((source.dataset.beginning_of_document for source in self.sources), key=len)
         for number, source in enumerate(self.sources):
-            windows = source.windows(split, self.data, marked=marked)
+            windows = source.windows(split, self.data, beginning_of_document=beginning, marked=marked)
             if self.data.sources:
                 names = [number] * len(windows.shards)
             else:

@@ -133,7 +133,7 @@ class GrowingBatches:
         self.available: Batches = self._make(corpus)
         num_rows = complete_rows(corpus, self.available)
         # Set last, because `wait` reads it first.
-        self._num_steps = len(self.available) if num_rows is None else num_rows // self.available.global_batch
+        self._num_steps = len(self.available) if num_rows is None else self.available.batch_rows.batch_of(num_rows)
 
 
 def refreshed(corpus: TrainingData) -> TrainingData:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import TrainingRows
 
 
@@ -19,11 +20,11 @@ class ShardRead(NamedTuple):
     shards: tuple[int, ...]
 
 
-def upcoming_reads(rows: TrainingRows, global_batch: int, start_step: int) -> Iterator[ShardRead]:
+def upcoming_reads(rows: TrainingRows, batch_rows: BatchRows, start_step: int) -> Iterator[ShardRead]:
     """Yields all shard reads from `start_step` on, in the order of their first step. They are endless."""
 
     def reads_of_source(source: int) -> Iterator[ShardRead]:
-        start = rows.mixture.rows_taken(start_step * global_batch)[source]
+        start = rows.mixture.rows_taken(batch_rows.first_row(start_step))[source]
         # A source whose last weight is 0 has an end.
         stop = rows.mixture.num_rows(source)
         for block in itertools.takewhile(
@@ -31,6 +32,6 @@ def upcoming_reads(rows: TrainingRows, global_batch: int, start_step: int) -> It
         ):
             first = rows.mixture.row_of(source, max(block.start, start))
             last = rows.mixture.row_of(source, min(block.stop, stop) - 1)
-            yield ShardRead(first // global_batch, last // global_batch, source, block.shards)
+            yield ShardRead(batch_rows.batch_of(first), batch_rows.batch_of(last), source, block.shards)
 
     return heapq.merge(*map(reads_of_source, range(len(rows.orders))), key=lambda reading: reading.first_step)

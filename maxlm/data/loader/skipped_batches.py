@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from maxlm.data.loader.batches import StepIndexedBatches
 from maxlm.data.loader.windows import Batch
 
@@ -21,15 +23,18 @@ def data_index(step: int, skips: Skips) -> int:
 def skip_steps(skips: Skips, first: int, stop: int) -> Skips:
     """Returns the skipped ranges extended by the batches of steps [first, stop)."""
     assert 0 <= first < stop, (first, stop)
-    ranges = sorted([*skips, (data_index(first, skips), data_index(stop - 1, skips) + 1)])
-    merged = ranges[:1]
-    for start, end in ranges[1:]:
-        before_start, before_end = merged[-1]
-        if start <= before_end:
-            merged[-1] = before_start, max(before_end, end)
+    return merged([*skips, (data_index(first, skips), data_index(stop - 1, skips) + 1)])
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Skips:
+    """Returns ranges sorted, with those that overlap or touch merged."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
         else:
-            merged.append((start, end))
-    return tuple(merged)
+            found.append((start, stop))
+    return tuple(found)
 
 
 class SkippingBatches:

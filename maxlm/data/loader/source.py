@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +52,14 @@ class Source:
         """Name in error messages."""
         return f'{self.dataset.path}#{self.only}' if self.only else str(self.dataset.path)
 
-    def windows(self, split: str, data: DataConfig, *, marked: bool = False) -> Sequences:
+    def windows(
+        self,
+        split: str,
+        data: DataConfig,
+        *,
+        beginning_of_document: Sequence[int] | None = None,
+        marked: bool = False,
+    ) -> Sequences:
         # A deleted file uses disk space until it is closed, so files of the previous pool must not stay open.
         max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
         return Sequences(
@@ -61,6 +68,8 @@ class Source:
             data.seq_len,
             shards=self.shards(split),
             isolate_documents=data.document_mask,
+            train_first_token=data.train_first_token,
+            beginning_of_document=beginning_of_document,
             marked=marked,
             fetched=bool(self.url),
             max_open=max_open,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from maxlm.data.chat.token_flags import encode_stream_flags, is_document_start, is_target, token_ids
+from maxlm.data.chat.token_flags import are_targets, encode_stream_flags, is_document_start, is_target, token_ids
 from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.token_reader import OPEN_SHARDS, TokenReader
 
@@ -31,6 +32,8 @@ class Sequences:
         *,
         shards: Sequence[Shard] | None = None,
         isolate_documents: bool = True,
+        train_first_token: bool = True,
+        beginning_of_document: Sequence[int] | None = None,
         marked: bool = False,
         fetched: bool = False,
         max_open: int = OPEN_SHARDS,
@@ -41,7 +44,8 @@ class Sequences:
             dataset, split: dataset and split to read.
             window: number of tokens in a window.
             shards: shards of the split to use; None = all.
-            isolate_documents: see `window_batch`.
+            isolate_documents, train_first_token: see `window_batch`.
+            beginning_of_document: see `window_batch`; None = the ids of the dataset.
             marked: add token flags to streams of a dataset without flags, to mix them with a dataset that has flags.
             fetched, max_open: see `TokenReader`.
         """
@@ -50,6 +54,12 @@ class Sequences:
         self.window = window
         self._end_of_document = dataset.end_of_document
         self._isolate_documents = isolate_documents
+        if beginning_of_document is None:
+            beginning_of_document = dataset.beginning_of_document
+        self._targets: dict[str, Any] = {
+            'train_first_token': train_first_token,
+            'beginning_of_document': tuple(beginning_of_document),
+        }
         # True if streams contain token flags.
         self.marked = marked or dataset.masked
         self._adds_flags = marked and not dataset.masked
@@ -85,7 +95,9 @@ class Sequences:
         start = (number - self._firsts[shard]) * self.window
         stop = min(start + self.window + 1, self._reader.shards[shard].tokens)
         stream = self._reader.read(shard, start, stop)
-        return encode_stream_flags(stream, self._end_of_document) if self._adds_flags else stream
+        if not self._adds_flags:
+            return stream
+        return encode_stream_flags(stream, self._end_of_document, **self._targets)
 
     def __getitem__(self, number: int) -> Batch:
         """Returns one window as a batch without batch axis, arrays [T]. Raises the same errors as `stream`."""
@@ -98,6 +110,7 @@ class Sequences:
             self.window,
             end_of_document=self._end_of_document,
             isolate_documents=self._isolate_documents,
+            **self._targets,
             marked=self.marked,
             num_splits=num_splits,
         )
@@ -109,6 +122,8 @@ def window_batch(
     *,
     end_of_document: int,
     isolate_documents: bool,
+    train_first_token: bool = True,
+    beginning_of_document: Sequence[int] = (),
     marked: bool = False,
     num_splits: int = 1,
 ) -> Batch:
@@ -118,8 +133,7 @@ def window_batch(
 
         tokens     int32    input tokens; 0 in padding
         targets    int32    the next token of each; 0 in padding
-        weights    float32  1 where the target counts; 0 in padding and after an end-of-document token, which does not
-                            predict the first token of the next document
+        weights    float32  1 where the target counts; 0 in padding, and where the arguments say so
         segments   int32    number of the document within the row, from 1; 0 in padding
         positions  int32    position within the segment, from 0; 0 in padding
 
@@ -130,6 +144,7 @@ def window_batch(
         window: maximum number of tokens in a window; a multiple of `num_splits`.
         end_of_document: token id that ends a document.
         isolate_documents: start a new segment after each end-of-document token.
+        train_first_token, beginning_of_document: see `are_targets`. Marked tokens ignore both.
         marked: streams contain token flags; see `maxlm.data.chat.token_flags`.
         num_splits: number of rows into which a window is split.
     """
@@ -143,7 +158,12 @@ def window_batch(
         full = token_ids(full).astype(np.int32)
     else:
         begins = full[:, :-1] == end_of_document
-        counts = ~begins
+        counts = are_targets(
+            full,
+            end_of_document,
+            train_first_token=train_first_token,
+            beginning_of_document=beginning_of_document,
+        )
     # Copy, because slices of a single row would share memory.
     targets = full[:, 1:].copy()
     for row, length in short:

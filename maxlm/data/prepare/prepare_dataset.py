@@ -18,6 +18,7 @@ from maxlm.data.executors.ray_executor import make_executor
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.token_files import check_token_file
 from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
 from maxlm.data.prepare.options import PrepareOptions, chat_facts, made_from
 from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
@@ -62,12 +63,7 @@ def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
     Raises:
         InputError: the inputs are missing or unusable, or the output contains another data set.
     """
-    not_text: list[Entry] = []
-    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_skipped': not_text.extend}
-    find |= {'exclude': options.exclude, 'max_files': options.max_files}
-    training = find_inputs(options.input, **find)
-    validation = find_inputs(options.validation, **find) if options.validation else []
-    refuse_overlap(training, validation)
+    training, validation, not_text = _find(options)
     recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
     if isinstance(options.output, Path):
         lines = _prepare(options, options.output, recipe, partitions)
@@ -77,21 +73,63 @@ def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
     return PreparedOutput(lines, not_text, recipe.reading.options.format, has_labels)
 
 
+def check_preparation(options: PrepareOptions, *, has_tokenizer: bool = True) -> int | None:
+    """Checks the inputs, the tokenizer and a local output as `prepare_dataset` does, and writes nothing.
+
+    Args:
+        options: options of the preparation.
+        has_tokenizer: False if the tokenizer does not exist yet. Then only the inputs are checked, without it.
+
+    Returns:
+        The number of token ids, or None if the tokenizer is trained or does not exist yet.
+
+    Raises:
+        InputError: `prepare_dataset` would fail before it reads the inputs completely.
+    """
+    training, validation, _ = _find(options)
+    tokens = next((file for file in training if file.kind == 'tokens'), None)
+    if tokens and not options.skip_bad_records:
+        check_token_file(tokens, options.token_dtype)
+    if not has_tokenizer:
+        _format(options, [*training, *validation])
+        return None
+    recipe = _recipe(options, training, validation)
+    if isinstance(options.output, Path):
+        _find_prepared(options, options.output, recipe)
+    return recipe.reading.options.vocab_size
+
+
+def _find(options: PrepareOptions) -> tuple[list[InputFile], list[InputFile], list[Entry]]:
+    """Returns the training files, the validation files, and the files without text."""
+    not_text: list[Entry] = []
+    find: dict[str, Any] = {'max_record_bytes': options.max_record_mib * 2**20, 'on_skipped': not_text.extend}
+    find |= {'exclude': options.exclude, 'max_files': options.max_files}
+    training = find_inputs(options.input, **find)
+    validation = find_inputs(options.validation, **find) if options.validation else []
+    refuse_overlap(training, validation)
+    return training, validation, not_text
+
+
+def _find_prepared(options: PrepareOptions, output: Path, recipe: PrepareConfig) -> DatasetManifest | None:
+    """Returns the complete data set in `output`, if any. Raises OtherDataError if it is another one."""
+    if (output / MANIFEST_NAME).exists():
+        dataset = load_manifest(output)
+        check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
+        return dataset
+    if (output / PARTIAL_MANIFEST).exists():
+        started = load_manifest(output, name=PARTIAL_MANIFEST)
+        check_same_data(started, str(output), recipe.made_from, skip_failed=True)
+    return None
+
+
 def _prepare(
     options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
 ) -> list[str]:
     """Prepares the data set in the directory `output` and returns its summary."""
     with locked(output):
-        if (output / MANIFEST_NAME).exists():
-            dataset = load_manifest(output)
-            check_same_data(dataset, str(dataset.path), recipe.made_from, skip_failed=options.skip_failed)
-            message = f'{output} is already prepared from these inputs'
-        else:
-            if (output / PARTIAL_MANIFEST).exists():
-                started = load_manifest(output, name=PARTIAL_MANIFEST)
-                check_same_data(started, str(output), recipe.made_from, skip_failed=True)
-            dataset = _make(options, output, recipe, partitions)
-            message = f'wrote {output}'
+        dataset = _find_prepared(options, output, recipe)
+        message = f'{output} is already prepared from these inputs' if dataset else f'wrote {output}'
+        dataset = dataset or _make(options, output, recipe, partitions)
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
     return summary(dataset, message, cleaned=bool(recipe.cleaning))
 

@@ -18,22 +18,28 @@ _BYTE = re.compile(r'<0x[0-9A-Fa-f]{2}>')
 
 
 @functools.lru_cache(8)
-def longest_token(tokenizer: Tokenizer) -> int | None:
+def longest_token(tokenizer: Tokenizer, *, parse_special: bool = False) -> int | None:
     """Returns the maximum number of text bytes that one token can represent, or None if there is no limit.
 
-    A text with more than N times that number of bytes therefore has more than N tokens.
+    A text with more than N times that number of bytes therefore has more than N tokens. With `parse_special`, the text
+    may contain names of special tokens.
     """
-    if tokenizer.kind in ('bytes', 'chars'):
-        return 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
-    # The numbers of an ids tokenizer may be separated by any amount of whitespace.
-    return None if tokenizer.kind == 'ids' else _longest(json.loads(tokenizer.marked_json()))
+    if tokenizer.kind == 'ids':
+        # The numbers may be separated by any amount of whitespace.
+        return None
+    if tokenizer.kind == 'library':
+        source = tokenizer.to_json() if parse_special else tokenizer.marked_json()
+        return _longest(json.loads(source), parse_special=parse_special)
+    special = tokenizer.special_tokens.values() if parse_special else ()
+    longest = 1 if tokenizer.kind == 'bytes' else _MAX_CHARACTER_BYTES
+    return max([longest, *(len(token.content.encode()) for token in special)])
 
 
-def _longest(facts: dict[str, Any]) -> int | None:
+def _longest(facts: dict[str, Any], *, parse_special: bool) -> int | None:
     model, steps = facts['model'], _steps(facts['pre_tokenizer'], 'pretokenizers')
     if model['type'] != 'BPE' or not all(_keeps_text(step) for step in steps):
         return None
-    added = [token for token in facts['added_tokens'] if not token['special']]
+    added = [token for token in facts['added_tokens'] if parse_special or not token['special']]
     if any(token['lstrip'] or token['rstrip'] or token['normalized'] for token in added):
         return None
     vocab = model['vocab']

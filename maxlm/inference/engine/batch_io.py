@@ -36,19 +36,23 @@ class Line(NamedTuple):
     ids: list[int]
 
 
-def read_lines(path: Path, model: LoadedModel) -> list[Line]:
+def read_lines(path: Path, model: LoadedModel, *, parse_special: bool = False) -> list[Line]:
     """Reads a JSONL file and encodes the prompt of each line.
 
     A line is `{"prompt": TEXT}`, `{"prompt": TEXT, "suffix": TEXT}` for fill-in-the-middle, or `{"messages": [...]}`,
-    optionally with `tools`. Other fields are copied to the output.
+    optionally with `tools`. Other fields are copied to the output. With `parse_special`, names of special tokens in
+    prompts without a suffix become their ids.
 
     Raises:
         InputError: the file cannot be read, or a line has another form. The message names the line.
     """
-    return [_parse_line(f'{path}:{number}', fields, model) for number, fields in read_objects(str(path))]
+    return [
+        _parse_line(f'{path}:{number}', fields, model, parse_special=parse_special)
+        for number, fields in read_objects(str(path))
+    ]
 
 
-def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
+def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel, *, parse_special: bool) -> Line:
     given = present_fields(fields)
     if (PROMPT in given) == (MESSAGES in given):
         raise InputError(f'{name}: must be an object with either "{PROMPT}" or "{MESSAGES}"')
@@ -63,7 +67,7 @@ def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel) -> Line:
             return Line(name, fields, chat_prompt(model, given[MESSAGES], tools=tools_of(given)))
         if SUFFIX in given:
             return Line(name, fields, infill_prompt(model.tokenizer, given[PROMPT], given[SUFFIX]))
-        return Line(name, fields, text_prompt(model.tokenizer, given[PROMPT]))
+        return Line(name, fields, text_prompt(model.tokenizer, given[PROMPT], parse_special=parse_special))
     except (InputError, ValueError) as error:
         raise InputError(f'{name}: {error}') from error
 

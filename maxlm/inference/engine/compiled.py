@@ -62,7 +62,7 @@ class PrefillChunk(NamedTuple):
 
 
 class CompiledFunctions:
-    """Compiled functions for one model and number of slots. Holds no state.
+    """Compiled functions for one model and number of slots. Holds no state of slots.
 
     Attributes:
         max_tokens: maximum number of tokens generated per slot in one call.
@@ -110,6 +110,7 @@ class CompiledFunctions:
         num_slots = -(-num_slots // self.num_row_shards) * self.num_row_shards
         self._config, self._layout = config.model, layout
         self._no_masks: dict[int, TokenMask] = {}
+        self._rows: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
         self.max_tokens = MAX_PASSES * (1 + num_draft_tokens)
         self._runner = ModelRunner(
             config, layout, num_ids=num_ids, max_tokens=self.max_tokens, num_draft_tokens=num_draft_tokens
@@ -135,7 +136,9 @@ class CompiledFunctions:
         replicated_fields: Any = [replicated] * (len(State._fields) - 1)
         self._shardings = State(cache_shardings, *replicated_fields)
         jit = partial(jax.jit, donate_argnames='state')
-        self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated))
+        hidden = layout.named('batch', 'length', 'activation')
+        self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated, hidden))
+        self._score = jax.jit(self._runner.score, out_shardings=replicated)
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
         self._resize_array = jax.jit(self._resize, static_argnames='num')
         self._decode = jit(self._runner.decode, out_shardings=(self._shardings, replicated, replicated))
@@ -195,16 +198,25 @@ class CompiledFunctions:
             self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.array(False)))
         return self._no_masks[len(masks)]
 
+    def sampling_rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, PendingPrompt]:
+        """Returns the settings, seeds and sample indices of rows on the devices, transferred only if they changed."""
+        if self._rows is None or self._rows[0] != settings:
+            samplings, seeds, numbers = zip(*settings, strict=True)
+            row_seeds = PendingPrompt(np.array(seeds, np.uint32), np.array(numbers, np.uint32))
+            self._rows = settings, self.to_devices((stack_settings(samplings), row_seeds))
+        return self._rows[1]
+
     def copy_slot(self, state: State, source: int, slot: int) -> State:
         """Copies keys and values of one slot to another."""
         return self._copy_slot(state, np.int32(source), np.int32(slot))
 
     def prefill(
         self, params: Params, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
-    ) -> tuple[State, SampledTokens, jax.Array]:
+    ) -> tuple[State, SampledTokens, jax.Array, jax.Array]:
         """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p.
 
-        Also returns the sum of the hidden states of each chunk after the final norm, float32 [P, D].
+        Also returns the hidden states after the final norm: their sum over each chunk, float32 [P, D], and all of them,
+        [P, T, D], for `score`.
         """
         P = self.num_row_shards
         assert 0 < len(chunks) <= P, len(chunks)
@@ -229,6 +241,19 @@ class CompiledFunctions:
         )
         mask = self.token_mask([chunk.mask for chunk in chunks] + [None] * padding)
         return self._prefill(params, state, tokens_PT, placement, in_prompt_PV, rows, seeds, mask, with_top)
+
+    def score(
+        self, params: Params, hidden_PTD: jax.Array, chunks: Sequence[PrefillChunk], *, with_top: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Scores the token after each token of prefilled chunks, see `score_positions`.
+
+        The values after the last token of a prompt have no meaning.
+        """
+        target_PT = np.zeros(hidden_PTD.shape[:2], np.int32)
+        for row, chunk in enumerate(chunks):
+            targets = chunk.prompt[chunk.start + 1 : chunk.start + 1 + len(chunk.tokens)]
+            target_PT[row, : len(targets)] = targets
+        return self._score(params, hidden_PTD, target_PT, with_top)
 
     def decode(
         self,
@@ -257,9 +282,10 @@ class CompiledFunctions:
             mask = self.token_mask([None] * num)
             return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)[:2]
 
-        def prefill(size: int, params: Params, state: State) -> tuple[State, SampledTokens]:
+        def prefill(size: int, params: Params, state: State) -> tuple[State, Any]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
-            return self.prefill(params, state, [chunk], with_top=False)[:2]
+            state, sampled, _, hidden_PTD = self.prefill(params, state, [chunk], with_top=False)
+            return state, (sampled, self.score(params, hidden_PTD, [chunk], with_top=False))
 
         def copy_slot(params: Params, state: State) -> tuple[State, Any]:
             return self.copy_slot(state, 0, 0), None

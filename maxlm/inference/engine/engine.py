@@ -24,12 +24,12 @@ from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.grammar import Grammars
-from maxlm.inference.engine.model_runner import DecodeCounts, PendingPrompt, SampledTokens
+from maxlm.inference.engine.model_runner import DecodeCounts, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
 from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
 from maxlm.inference.engine.slots import CacheLength, Slot, choose_slot
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.sampling import Rows, Sampling, stack_settings
+from maxlm.inference.sampling import Sampling
 
 # Sampling settings of idle slots.
 _IDLE = Sampling(temperature=0)
@@ -114,7 +114,6 @@ class Engine:
         self._pending: collections.deque[_Pending] = collections.deque()
         self._burst = DecodeBurst(self._compiled.max_tokens)
         self._cache_length = CacheLength(self._compiled.cache_lengths)
-        self._settings: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
         self._condition = threading.Condition()
         self._clock = 0
         self._counts = collections.Counter(dict.fromkeys(EngineState._fields[3:], 0))
@@ -265,7 +264,13 @@ class Engine:
             self._resize(self._cache_length.fit(max(len(sample.request.prompt) for sample in samples)))
             chunks = [sample.next_chunk(self._compiled.chunk) for sample in samples]
             with_top = any(sample.request.top_log_probs for sample in samples)
-            self._state, sampled, sums_PD = self._compiled.prefill(self._params, self._state, chunks, with_top=with_top)
+            self._state, sampled, sums_PD, hidden_PTD = self._compiled.prefill(
+                self._params, self._state, chunks, with_top=with_top
+            )
+            if any(sample.request.score_prompt for sample in samples):
+                scores = self._compiled.score(self._params, hidden_PTD, chunks, with_top=with_top)
+                for row, sample in enumerate(samples):
+                    sample.add_scores(scores, row, len(chunks[row].tokens))
             budget -= max(len(chunk.tokens) for chunk in chunks)
             finished: list[tuple[int, ActiveSequence, int]] = []
             for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
@@ -312,11 +317,16 @@ class Engine:
             for slot in self._slots
             if slot.sample is not None and 0 < slot.sample.num_dispatched < slot.sample.request.max_tokens
         ]
+        masks = {number: sample.matcher.mask() for number, sample in active if sample.matcher is not None}
+        for number, sample in active:
+            if sample.matcher is not None and (error := sample.matcher.failure):
+                masks.pop(number)
+                self._finish(sample, 'failed', error)
+        active = [(number, sample) for number, sample in active if sample.finish_reason is None]
         if not active:
             return
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
-        matchers = {number: sample.matcher for number, sample in active if sample.matcher is not None}
-        tokens = 1 if matchers else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
+        tokens = 1 if masks else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
         num_rows = self._compiled.num_rows(max(number for number, _ in active))
         num_tokens = np.zeros(num_rows, np.int32)
         settings = [(_IDLE, 0, 0)] * num_rows
@@ -331,10 +341,8 @@ class Engine:
             max_length = max(max_length, length)
             with_top |= bool(request.top_log_probs)
         self._resize(self._cache_length.fit(max_length, tokens))
-        rows, seeds = self._sampling_rows(settings)
-        mask = self._compiled.token_mask(
-            [matchers[number].mask() if number in matchers else None for number in range(num_rows)]
-        )
+        rows, seeds = self._compiled.sampling_rows(settings)
+        mask = self._compiled.token_mask([masks.get(number) for number in range(num_rows)])
         self._state, sampled, counts = self._compiled.decode(
             self._params, self._state, num_tokens, rows, seeds, mask, with_top=with_top
         )
@@ -352,14 +360,6 @@ class Engine:
     def _has_prefill(self) -> bool:
         """True if the next step has a prefill chunk."""
         return bool(self._prefilling or (self._waiting and any(slot.sample is None for slot in self._slots)))
-
-    def _sampling_rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, PendingPrompt]:
-        """Returns sampling settings and seeds on the devices. Transfers them only if they changed."""
-        if self._settings is None or self._settings[0] != settings:
-            samplings, seeds, numbers = zip(*settings, strict=True)
-            row_seeds = PendingPrompt(np.array(seeds, np.uint32), np.array(numbers, np.uint32))
-            self._settings = settings, self._compiled.to_devices((stack_settings(samplings), row_seeds))
-        return self._settings[1]
 
     def _process_output(self, pending: _Pending) -> None:
         if not pending.samples:
@@ -380,9 +380,9 @@ class Engine:
                 self._release(sample, delta.finish_reason)
             sample.listener(delta)
 
-    def _finish(self, sample: ActiveSequence, finish: FinishReason) -> None:
+    def _finish(self, sample: ActiveSequence, finish: FinishReason, error: str = '') -> None:
         self._release(sample, finish)
-        sample.listener(Delta(sample.number, sample.text.finish(), (), finish))
+        sample.listener(Delta(sample.number, sample.text.finish(), (), finish, error=error))
 
     def _release(self, sample: ActiveSequence, finish: FinishReason) -> None:
         sample.finish_reason = finish

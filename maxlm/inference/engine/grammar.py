@@ -19,6 +19,8 @@ from maxlm.errors import InputError
 
 # Number of compiled grammars to keep. The next request often has the same one.
 CACHE_SIZE = 64
+# Part of llguidance's stop reasons for a text that no token may follow.
+_DEAD_END = 'NoExtension'
 # A word of a mask that allows all of its tokens.
 ALL_TOKENS = np.int32(-1)
 
@@ -72,6 +74,10 @@ class Grammars:
         if matcher.is_error():
             reason = ' '.join(matcher.get_error().split())[:300]
             raise InputError(f'grammar: {reason}; change this part of the schema')
+        first = TokenMatcher(matcher.deep_copy(), num_words(self._tokenizer.vocab_size))
+        first.mask()
+        if first.failure:
+            raise InputError('grammar: no token of this model begins a text that the schema allows; change the schema')
         return matcher
 
     def _make_vocabulary(self) -> Any:
@@ -95,11 +101,13 @@ class TokenMatcher:
 
     def __init__(self, matcher: Any, size: int):
         self._matcher, self._size = matcher, size
+        self._has_tokens = True
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may follow, as bits of int32 [W]. If the text is complete, only end tokens may."""
         words = np.empty(self._size, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._has_tokens = bool(words.any())
         return words
 
     def accept(self, token: int) -> bool:
@@ -109,9 +117,24 @@ class TokenMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """True if no token other than an end token may follow."""
-        complete: bool = self._matcher.is_stopped()
-        return complete
+        """True if the text follows the grammar and no token other than an end token may follow."""
+        return bool(self._matcher.is_stopped() and self._matcher.is_accepting())
+
+    @property
+    def failure(self) -> str:
+        """Reason why the text cannot be completed, or ''. A dead end is known after `mask`.
+
+        In a dead end, the mask of llguidance allows the end tokens although the text is incomplete.
+        """
+        matcher = self._matcher
+        if self._has_tokens and not matcher.is_error() and (matcher.is_accepting() or not matcher.is_stopped()):
+            return ''
+        if not self._has_tokens or _DEAD_END in matcher.get_error().partition('\n')[0] + matcher.stop_reason():
+            return (
+                'the schema allows no token after the text so far; simplify it, e.g. let no pattern of '
+                'patternProperties match a key of properties'
+            )
+        return 'the schema is too complex to continue the response; simplify it'
 
 
 class _CharTokenizer:

@@ -43,6 +43,7 @@ def run_interactive(
     request: Callable[[list[int]], Request],
     *,
     chat: bool,
+    parse_special: bool = False,
     read_line: Callable[[str], str],
     output: TextIO,
 ) -> None:
@@ -53,6 +54,7 @@ def run_interactive(
         engine: engine of the model, used exclusively.
         request: builds a request from the token ids of a prompt.
         chat: treat lines as user turns; otherwise each line is a separate text to continue.
+        parse_special: without `chat`, names of special tokens become their ids.
         read_line: reads a line after showing a prompt, like `input`. EOFError ends the session.
         output: receives the responses and error messages. A line with an error is ignored.
     """
@@ -73,7 +75,10 @@ def run_interactive(
             continue
         conversation = [*messages, {'role': 'user', 'content': text}]
         try:
-            ids = chat_prompt(model, conversation) if chat else text_prompt(model.tokenizer, text)
+            if chat:
+                ids = chat_prompt(model, conversation)
+            else:
+                ids = text_prompt(model.tokenizer, text, parse_special=parse_special)
             response = stream(engine, request(ids), output)
         except InputError as error:
             output.write(f'{error}\n')

@@ -17,6 +17,7 @@ from flax import nnx
 from maxlm.config.schema import Config
 from maxlm.inference.engine.prompt_lookup import find_drafts, num_accepted
 from maxlm.inference.engine.requests import MAX_TOP_LOG_PROBS
+from maxlm.inference.engine.score_positions import score_positions
 from maxlm.inference.sampling import (
     Array,
     Rows,
@@ -153,9 +154,10 @@ class ModelRunner:
         seeds: PendingPrompt,
         mask: TokenMask,
         with_top: jax.Array,
-    ) -> tuple[State, SampledTokens, jax.Array]:
-        """Prefills chunks in one pass, samples the token after each, and sums its hidden states, float32 [P, D].
+    ) -> tuple[State, SampledTokens, jax.Array, jax.Array]:
+        """Prefills chunks in one pass and samples the token after each.
 
+        Also returns the sum of the hidden states of each chunk, float32 [P, D], and the hidden states [P, T, D].
         `placement` contains the slot, the position of the first token and the number of tokens of each chunk,
         int32 [3, P].
         """
@@ -196,7 +198,15 @@ class ModelRunner:
             scatter(state.counts_BV, counts_PV),
             history_BS,
         )
-        return state, sampled, hidden_sum_PD
+        return state, sampled, hidden_sum_PD, hidden_PTD
+
+    def score(
+        self, params: Params, hidden_PTD: jax.Array, target_PT: jax.Array, with_top: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the result of `score_positions` for hidden states of `prefill`."""
+        decoder, _ = self._build_decoder(params)
+        num_top = min(MAX_TOP_LOG_PROBS, self._num_ids)
+        return score_positions(decoder.logits, hidden_PTD, target_PT, with_top, num_ids=self._num_ids, num_top=num_top)
 
     def decode(
         self,

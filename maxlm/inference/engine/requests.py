@@ -10,8 +10,8 @@ import numpy as np
 from maxlm.errors import InputError
 from maxlm.inference.sampling import Sampling
 
-# 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': engine
-# failure.
+# 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': the grammar
+# or the engine failed.
 FinishReason = Literal['stop', 'length', 'cancelled', 'failed']
 MAX_SAMPLES = 128
 MAX_TOP_LOG_PROBS = 20
@@ -28,7 +28,7 @@ class Request:
 
     Attributes:
         prompt: token ids, at least one.
-        max_tokens: maximum number of tokens per continuation; 0 with `embed`.
+        max_tokens: maximum number of tokens per continuation; 0 with `embed`, at least 0 with `score_prompt`.
         sampling: sampling settings.
         seed: sample i uses only (seed, i) and the position, so results do not depend on slots or other requests.
         num_samples: number of continuations.
@@ -39,6 +39,8 @@ class Request:
         grammar: grammar of the continuation in the format of llguidance, e.g. from
             `maxlm.inference.engine.grammar.json_grammar`; '' = any text. A continuation ends when its text is complete.
         embed: compute the embedding of the prompt, the mean of its last hidden states, instead of a continuation.
+        score_prompt: also compute the log-probabilities of the prompt's tokens, and of `top_log_probs` tokens at each
+            position.
 
     Raises:
         InputError: a value is out of range. `Engine.check` verifies that the request fits into the context.
@@ -54,15 +56,16 @@ class Request:
     ignore_eos: bool = False
     grammar: str = ''
     embed: bool = False
+    score_prompt: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise InputError('the prompt is empty; provide at least one character')
         if self.embed:
-            if self.max_tokens or self.num_samples != 1:
-                raise InputError('embed: requires max_tokens=0 and num_samples=1')
-        elif self.max_tokens < 1:
-            raise InputError(f'max_tokens={self.max_tokens}: must be at least 1')
+            if self.max_tokens or self.num_samples != 1 or self.score_prompt:
+                raise InputError('embed: requires max_tokens=0, num_samples=1 and no score_prompt')
+        elif self.max_tokens < (0 if self.score_prompt else 1):
+            raise InputError(f'max_tokens={self.max_tokens}: must be at least {0 if self.score_prompt else 1}')
         if self.grammar and (self.ignore_eos or self.embed):
             raise InputError('grammar: not supported with ignore_eos or embed; remove one of them')
         if not 0 <= self.seed < 2**32:
@@ -89,6 +92,22 @@ class GeneratedToken(NamedTuple):
     top: tuple[tuple[int, float], ...]
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities of the prompt's tokens, from its second one, in nats over all ids of the model.
+
+    Entry i belongs to token i + 1. Shapes: T number of tokens of the prompt - 1, C reported top tokens.
+
+    Attributes:
+        log_prob_T: log softmax(logits)[token], float32.
+        top_ids_TC: ids of the most likely tokens of the tokenizer, in descending order.
+        top_log_probs_TC: their log-probabilities, float32.
+    """
+
+    log_prob_T: np.ndarray
+    top_ids_TC: np.ndarray
+    top_log_probs_TC: np.ndarray
+
+
 class Delta(NamedTuple):
     """New text and tokens of one sample of a request.
 
@@ -98,6 +117,9 @@ class Delta(NamedTuple):
         tokens: new tokens, without an end token.
         finish_reason: reason for the end of the sample, or None if it continues.
         embedding: mean of the last hidden states of the prompt, float32 [D]; None unless requested.
+        end_token: the end token that ended the sample, or None.
+        prompt_scores: scores of the prompt, in the first delta; None unless requested.
+        error: for finish reason `failed`, the reason if the grammar failed; '' if the engine failed.
     """
 
     sample: int
@@ -105,6 +127,9 @@ class Delta(NamedTuple):
     tokens: tuple[GeneratedToken, ...]
     finish_reason: FinishReason | None
     embedding: np.ndarray | None = None
+    end_token: GeneratedToken | None = None
+    prompt_scores: PromptScores | None = None
+    error: str = ''
 
 
 class Completion(NamedTuple):

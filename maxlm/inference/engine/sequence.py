@@ -12,7 +12,14 @@ import numpy as np
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.compiled import PrefillChunk
 from maxlm.inference.engine.grammar import TokenMatcher
-from maxlm.inference.engine.requests import Completion, Delta, FinishReason, GeneratedToken, Request
+from maxlm.inference.engine.requests import (
+    Completion,
+    Delta,
+    FinishReason,
+    GeneratedToken,
+    PromptScores,
+    Request,
+)
 from maxlm.inference.engine.slots import Slot
 
 
@@ -31,6 +38,7 @@ class ActiveSequence:
         num_generated: number of tokens received.
         last_token: last token received.
         hidden_sums: for an embedding: sums of hidden states of prefilled chunks, [P, D], and the row of this sample.
+        scores: if the prompt is scored: scores of prefilled chunks, the row of this sample and its number of tokens.
         is_cancelled: True if the client cancelled the request.
         finish_reason: reason for the end, or None while active.
     """
@@ -45,13 +53,14 @@ class ActiveSequence:
     num_generated: int = 0
     last_token: int = 0
     hidden_sums: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
+    scores: list[tuple[tuple[jax.Array, ...], int, int]] = dataclasses.field(default_factory=list)
     is_cancelled: bool = False
     finish_reason: FinishReason | None = None
 
     def append_tokens(self, tokens: Iterable[GeneratedToken], stop_token_ids: Container[int]) -> Delta:
         """Appends generated tokens, up to one that ends the sequence, and returns the delta.
 
-        A request for an embedding ends here, with the mean of its hidden states.
+        A request for an embedding ends here, with the mean of its hidden states. So does a request for 0 tokens.
 
         Args:
             tokens: generated tokens, in order.
@@ -61,6 +70,12 @@ class ActiveSequence:
         if self.request.embed:
             total_D = np.sum([jax.device_get(sum_PD)[row] for sum_PD, row in self.hidden_sums], axis=0)
             return Delta(self.number, '', (), 'stop', total_D / np.float32(len(self.request.prompt)))
+        return self._continued(tokens, stop_token_ids)._replace(prompt_scores=self._prompt_scores())
+
+    def _continued(self, tokens: Iterable[GeneratedToken], stop_token_ids: Container[int]) -> Delta:
+        assert self.slot is not None, 'a sample that draws has a slot'
+        if not self.request.max_tokens:
+            return Delta(self.number, '', (), 'length')
         new_tokens: list[GeneratedToken] = []
         text = ''
         for token in tokens:
@@ -69,9 +84,9 @@ class ActiveSequence:
                 self.slot.content.append(self.last_token)
             self.num_generated += 1
             if self.matcher is not None and not self.matcher.accept(token.id):
-                return Delta(self.number, text, tuple(new_tokens), 'failed')
+                return Delta(self.number, text, tuple(new_tokens), 'failed', error=self.matcher.failure)
             if token.id in stop_token_ids and not self.request.ignore_eos:
-                return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop')
+                return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop', end_token=token)
             self.last_token = token.id
             new_tokens.append(token)
             text += self.text.add(token.id)
@@ -98,14 +113,31 @@ class ActiveSequence:
     def reusable_tokens(self) -> np.ndarray:
         """Tokens of the prompt whose keys and values may come from another slot.
 
-        An embedding needs the hidden states of all tokens, which are not cached, so it reuses none.
+        An embedding and scores need the hidden states of all tokens, which are not cached, so they reuse none.
         """
-        return np.array(() if self.request.embed else self.request.prompt, np.int32)
+        needs_hidden_states = self.request.embed or self.request.score_prompt
+        return np.array(() if needs_hidden_states else self.request.prompt, np.int32)
 
     def add_hidden_sum(self, sum_PD: jax.Array, row: int) -> None:
         """Keeps the sum of the hidden states of a prefilled chunk, if the request is for an embedding."""
         if self.request.embed:
             self.hidden_sums.append((sum_PD, row))
+
+    def add_scores(self, scores: tuple[jax.Array, ...], row: int, num_tokens: int) -> None:
+        """Keeps the scores of the first `num_tokens` tokens of a prefilled chunk, if the prompt is scored."""
+        if self.request.score_prompt:
+            self.scores.append((scores, row, num_tokens))
+
+    def _prompt_scores(self) -> PromptScores | None:
+        """Returns the scores of the complete prompt and releases those of its chunks; None if there are none."""
+        if not self.scores:
+            return None
+        chunks = [[x[row, :num] for x in jax.device_get(arrays)] for arrays, row, num in self.scores]
+        self.scores.clear()
+        # Nothing is known about the token after the prompt.
+        log_prob_T, ids_TC, log_probs_TC = (np.concatenate(parts)[:-1] for parts in zip(*chunks, strict=True))
+        num_top = self.request.top_log_probs or 0
+        return PromptScores(log_prob_T, ids_TC[:, :num_top], log_probs_TC[:, :num_top])
 
 
 class RequestHandle:

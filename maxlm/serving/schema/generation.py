@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
+from maxlm.data.chat.template import RESERVED
 from maxlm.inference.engine.requests import MAX_SAMPLES, MAX_STOPS, MAX_TOP_LOG_PROBS
 from maxlm.serving.schema.base import OPTIONAL_TEXTS_SCHEMA, PROMPTS_SCHEMA, RequestObject, parse_prompts
 from maxlm.serving.schema.errors import ApiError, from_validation_error
@@ -24,14 +25,11 @@ ROLES = ('system', 'developer', 'user', 'assistant', 'tool', 'function')
 _MAX_INT32 = 2**31 - 1
 # Unsupported parameters → values that have no effect and are accepted.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    'add_generation_prompt': (None, True),
     'allowed_token_ids': (None, []),
     'audio': (None,),
     'bad_words': (None, []),
     'best_of': (None,),
     'chat_template': (None,),
-    'chat_template_kwargs': (None, {}),
-    'continue_final_message': (None, False),
     'documents': (None, []),
     'function_call': (None, 'none', 'auto'),
     'functions': (None, []),
@@ -44,6 +42,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     'logits_processors': (None, []),
     'min_tokens': (None, 0),
     'modalities': (None, ['text']),
+    'parse_special': (None, False),
     'prompt_logprobs': (None,),
     'reasoning_effort': (None, 'none'),
     'stop_token_ids': (None, []),
@@ -55,6 +54,9 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 _UNSUPPORTED_IN_CHAT = {'echo': (None, False), 'suffix': (None,), 'prompt': (None,)}
 _UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    'add_generation_prompt': (None, True),
+    'chat_template_kwargs': (None, {}),
+    'continue_final_message': (None, False),
     'messages': (None,),
     'max_completion_tokens': (None,),
     'top_logprobs': (None,),
@@ -142,8 +144,21 @@ class CompletionRequest(RequestBase):
     )
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
     echo: bool | None = Field(None, description='Begin each choice with its prompt.')
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=_MAX_INT32,
+        description='Maximum number of tokens of a choice; 0 requires echo. Default: the rest of the context.',
+    )
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_TOP_LOG_PROBS, description='Return log-probabilities, and this number of most likely tokens.'
+        None,
+        ge=0,
+        le=MAX_TOP_LOG_PROBS,
+        description='Return log-probabilities, and this number of most likely tokens. With echo, also of the prompt.',
+    )
+    parse_special: bool | None = Field(
+        None,
+        description='Encode names of special tokens in text prompts as their ids. Default: that of the server.',
     )
 
 
@@ -172,7 +187,23 @@ class Message(RequestObject):
     name: str | None = Field(None, max_length=200, description='Name of the author, for chat templates that use it.')
 
 
-class ChatCompletionRequest(RequestBase):
+class TemplateOptions(RequestObject):
+    """Parameters of requests that render a conversation."""
+
+    add_generation_prompt: bool | None = Field(
+        None,
+        description='End the prompt with the beginning of the response. Default: true, unless the last message is '
+        'continued.',
+    )
+    continue_final_message: bool | None = Field(
+        None, description='Continue the last message. Excludes add_generation_prompt.'
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description='Variables of the chat template, such as enable_thinking.'
+    )
+
+
+class ChatCompletionRequest(RequestBase, TemplateOptions):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, description='The conversation so far.')
@@ -198,6 +229,18 @@ def parse_completion(body: bytes) -> CompletionRequest:
     # best_of equal to n has no effect.
     reject_unsupported(request, UNSUPPORTED | {'best_of': (None, request.n or 1)} | _UNSUPPORTED_IN_COMPLETIONS)
     _check_consistency(request)
+    if request.max_tokens == 0 and not request.echo:
+        raise ApiError(
+            400, 'max_tokens=0: requires echo=true, since the choices would be empty otherwise', param='max_tokens'
+        )
+    if request.suffix is not None and request.parse_special:
+        raise ApiError(
+            400,
+            'parse_special: not supported with suffix; write the fill-in-the-middle tokens in the prompt',
+            param='parse_special',
+        )
+    if request.suffix is not None and request.echo and request.logprobs is not None:
+        raise ApiError(400, 'echo: not supported with suffix and logprobs; remove one of them', param='echo')
     return request
 
 
@@ -209,6 +252,7 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
         raise from_validation_error(error) from None
     check_messages(request.messages, max_context=max_context)
     reject_unsupported(request, UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
+    check_template_options(request)
     _check_consistency(request)
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, 'top_logprobs: requires logprobs=true', param='top_logprobs')
@@ -229,6 +273,16 @@ def check_messages(messages: list[Message], *, max_context: int) -> None:
         if message.role not in ROLES:
             param = f'messages[{index}].role'
             raise ApiError(400, f'{param}={message.role!r}: must be one of {", ".join(ROLES)}', param=param)
+
+
+def check_template_options(request: TemplateOptions) -> None:
+    """Raises ApiError if options of the chat template exclude each other, or a variable cannot be set."""
+    if request.continue_final_message and request.add_generation_prompt:
+        param = 'continue_final_message'
+        raise ApiError(400, f'{param}: cannot be true together with add_generation_prompt; set one', param=param)
+    if reserved := sorted(RESERVED & set(request.chat_template_kwargs or {})):
+        param = f'chat_template_kwargs.{reserved[0]}'
+        raise ApiError(400, f'{param}: cannot be set here; remove it', param='chat_template_kwargs')
 
 
 def completion_prompts(request: CompletionRequest, *, vocab_size: int, max_context: int) -> list[str] | list[list[int]]:

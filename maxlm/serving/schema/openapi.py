@@ -18,6 +18,7 @@ from maxlm.serving.schema.paths import (
     MODELS,
     PUBLIC_PATHS,
     TOKENIZE,
+    TOKENIZER_INFO,
 )
 from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
@@ -161,6 +162,13 @@ def _endpoints(model: str) -> list[_Endpoint]:
             DetokenizeRequest,
             {'model': model, 'tokens': [39, 1184]},
             {'prompt': 'Hello'},
+        ),
+        _Endpoint(
+            TOKENIZER_INFO,
+            'Returns the special tokens and the chat template, for a server with --parse-special.',
+            None,
+            None,
+            {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|endoftext|>', 'chat_template': None},
         ),
         _Endpoint(
             MODELS,

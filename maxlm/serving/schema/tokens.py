@@ -8,7 +8,15 @@ from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
 from maxlm.serving.schema.base import PROMPTS_SCHEMA, RequestObject
 from maxlm.serving.schema.errors import ApiError, from_validation_error
-from maxlm.serving.schema.generation import ADD_SPECIAL_TOKENS, UNSUPPORTED, Message, check_messages, reject_unsupported
+from maxlm.serving.schema.generation import (
+    ADD_SPECIAL_TOKENS,
+    UNSUPPORTED,
+    Message,
+    TemplateOptions,
+    check_messages,
+    check_template_options,
+    reject_unsupported,
+)
 
 # Maximum number of inputs of an embedding request, the same as OpenAI's.
 MAX_INPUTS = 2048
@@ -30,7 +38,7 @@ class EmbeddingRequest(RequestObject):
     dimensions: int | None = Field(None, description="Number of dimensions. Only the model's own number is supported.")
 
 
-class TokenizeRequest(RequestObject):
+class TokenizeRequest(TemplateOptions):
     """The body of /tokenize: a text or a conversation."""
 
     model: str | None = Field(None, description='Name of the served model.')
@@ -39,8 +47,8 @@ class TokenizeRequest(RequestObject):
         [], description='A conversation, which the chat template renders. Replaces prompt.'
     )
     add_special_tokens: bool | None = Field(None, description=ADD_SPECIAL_TOKENS)
-    add_generation_prompt: Literal[True] | None = Field(
-        None, description='End a conversation with the beginning of the response. Only true is supported.'
+    parse_special: bool | None = Field(
+        None, description='Encode names of special tokens in prompt as their ids. Default: that of the server.'
     )
     return_token_strs: bool | None = Field(None, description='Also return the text of each token.')
 
@@ -67,5 +75,8 @@ def parse_tokenize(body: bytes, *, max_context: int) -> TokenizeRequest:
     request = parse_request(TokenizeRequest, body)
     if (request.prompt is None) == (not request.messages):
         raise ApiError(400, 'prompt: send either prompt or messages', param='prompt')
+    if request.messages and request.parse_special:
+        raise ApiError(400, 'parse_special: not supported with messages; remove it', param='parse_special')
     check_messages(request.messages, max_context=max_context)
+    check_template_options(request)
     return request

@@ -103,6 +103,19 @@ def test_long_texts_are_split_into_windows():
     assert (counts.shortened, counts.left_out, counts.padding) == (0, 0, 1)
 
 
+def test_the_first_token_of_a_sequence_is_a_target_after_the_end_of_a_document():
+    def text(first, length):
+        ids = np.append(np.arange(first, first + length, dtype=np.uint32), np.uint32(END))
+        return TokenDocument(encode_flags(ids, np.ones(length + 1, bool)), None)
+
+    # The second and the third text fill sequences. The rest of the fourth one stays open until the end.
+    windows, counts, _ = packed([text(1, 2), text(11, 3), text(21, 3), text(31, 9), text(41, 3)], 4)
+    firsts = {int(token_ids(window)[0]): bool(is_target(window)[0]) for window in windows}
+    # The first sequence follows nothing, 35 continues a text, and 41 follows a part of a text.
+    assert firsts == {11: False, 21: True, 31: True, 35: False, 41: False, 1: True, 39: False}
+    assert counts.padding == 1 + 2
+
+
 def test_counts_add_up():
     counts = ChatCounts(1, 2, 3, 4)
     counts.add(ChatCounts(10, 20, 30, 40))

@@ -130,10 +130,10 @@ def test_turns_that_change_when_others_follow():
         'b<|im_end|>',
         '<think>so</think>d<|im_end|>',
     ]
-    # If even the start of the text changes, the turns cannot be located.
+    # The start of the text may change.
     source = "{{ messages | length }}{% for m in messages %}{{ m.role + m.content + '</s>' }}{% endfor %}"
-    with pytest.raises(ChatError, match='put it between'):
-        make_template(source).render_with_spans(messages, special=SPECIAL)
+    rendered = make_template(source).render_with_spans(messages, special=SPECIAL)
+    assert rendered.text[slice(*rendered.assistant_spans[0])] == 'assistant<think>hm</think>b</s>'
 
 
 def test_the_token_that_ends_a_turn_may_be_outside_of_generation():
@@ -142,7 +142,7 @@ def test_the_token_that_ends_a_turn_may_be_outside_of_generation():
     assert [rendered.text[slice(*span)] for span in rendered.assistant_spans] == ['a</s>', 'b</s>']
     for bad in (source.replace('{{ eos_token }}', ''), "{% for m in messages %}{{ m.content + '\n' }}{% endfor %}"):
         with pytest.raises(ChatError, match='without a special token'):
-            make_template(bad).render_with_spans([user('u'), assistant('a')], special=SPECIAL)
+            make_template(bad).render_with_spans([assistant('a')], special=SPECIAL)
 
 
 @pytest.mark.parametrize('name', ALL)
@@ -194,7 +194,7 @@ def test_templates_are_loaded_by_name_and_file(tmp_path):
         ('{% set ns = namespace() %}{% set ns._x = 1 %}', "no name '_x'"),
         ("{{ namespace(**{'__call__': 1}) }}", "no name '__call__'"),
         ('{% for i in range(10 ** 9) %}{% endfor %}', 'Range too big'),
-        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+        ("{{ strftime_now('%Y') }}", "'strftime_now' is undefined, because prepared data must not depend"),
     ],
 )
 def test_template_errors_have_one_line(source, reason):

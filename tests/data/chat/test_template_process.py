@@ -122,6 +122,9 @@ def test_remote_and_local_results_are_equal():
         assert remote.facts == local.facts
         assert remote.render_with_spans(messages, **options) == local.render_with_spans(messages, **options)
         assert remote.render(messages, **options) == local.render(messages, **options)
+        settings = {'continue_final_message': True, 'template_kwargs': {'a': [1]}}
+        assert remote.render(messages, **settings) == local.render(messages, **settings)
+        assert remote.end_of_turn(options['special']) == local.end_of_turn(options['special']) == '<|im_end|>'
     source = '{{ messages[0].process }}'
     assert RemoteTemplate(source).render([{'process': os.getpid}]).text.startswith('<built-in')
 

@@ -50,6 +50,11 @@ def test_templates_without_tools():
     chat = encoder(LLAMA3.replace('{{- bos_token }}', ''), '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>')
     with pytest.raises(ChatError, match='shows no tool calls'):
         encode_tool_results(chat, CALLS, ['2', '3'])
+    # The token that ends the turn of the user is not the end of the calls.
+    end = "{{- '<|im_end|>' }}"
+    other = CHATML.replace(end, "{{- '<|eom|>' if message.tool_calls else '<|im_end|>' }}", 1)
+    with pytest.raises(ChatError, match='by another token'):
+        encode_tool_results(encoder(other, '<|im_start|>', '<|im_end|>', '<|eom|>'), CALLS, ['2', '3'])
     # This template removes the calls once it has results.
     forgetful = CHATML.replace(
         'message.tool_calls or []', '([] if messages[-1].role == "tool" else message.tool_calls) or []'

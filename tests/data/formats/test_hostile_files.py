@@ -72,7 +72,10 @@ FILES = {
     'x.jsonl.zst': zstandard.compress(LINES),
     'x.npy': saved(np.save, np.arange(20, dtype=np.uint16)),
     'rows.npy': saved(np.save, np.arange(20, dtype=np.int32).reshape(4, 5)),
-    'x.npz': saved(np.savez_compressed, a=np.arange(20, dtype=np.uint16), b=np.arange(6)),
+    'x.npz': saved(np.savez_compressed, doc_0=np.arange(20, dtype=np.uint16), doc_1=np.arange(6, dtype=np.uint16)),
+    'masked.npz': saved(
+        np.savez, input_ids=np.arange(20).reshape(4, 5), attention_mask=np.ones((4, 5), bool), length=[5] * 4
+    ),
     'x.bin': np.arange(20, dtype='<u2').tobytes(),
     'x.parquet': parquet(),
 }

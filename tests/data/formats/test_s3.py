@@ -51,7 +51,7 @@ def bucket(server, monkeypatch):
     with filesystem.open('corpus/web/e.parquet', 'wb') as file:
         pq.write_table(pa.table({'text': TEXTS}), file, row_group_size=50)
     with filesystem.open('corpus/ids/f.npz', 'wb') as file:
-        np.savez(file, a=np.arange(100), b=np.arange(50))
+        np.savez(file, np.arange(100), np.arange(50))
     yield filesystem
     filesystem.rm('corpus', recursive=True)
     object_store._filesystem.cache_clear()

@@ -24,7 +24,7 @@ def prepare():
         url_infos: ClassVar = {}
 
         def _info(self):
-            features = {'text': tfds.features.Text(), 'id': np.int64}
+            features = {'text': tfds.features.Text(), 'id': np.int64, 'meta': {'body': tfds.features.Text()}}
             return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
         def _split_generators(self, manager):
@@ -32,7 +32,8 @@ def prepare():
 
         def _generate_examples(self, count):
             for i in range(count):
-                yield i, {'text': f'{i} ü\n' if i % 5 else '', 'id': i}
+                text = f'{i} ü\n' if i % 5 else ''
+                yield i, {'text': text, 'id': i, 'meta': {'body': text}}
 
     def prepare(data_dir, file_format='array_record'):
         builder = Tiny(data_dir=data_dir, file_format=file_format)
@@ -63,6 +64,12 @@ def check_all_documents(documents):
     assert {d.text for d in documents} == {f'{i} ü\n' for i in range(NUM_EXAMPLES) if i % 5}
     assert len({d.name for d in documents}) == len(documents)
     assert all(d.text == f'{d.metadata["id"]} ü\n' for d in documents)
+
+
+def test_nested_features(directory, read, bad_records):
+    check_all_documents(read(f'tfds:{directory}', text_key='meta.body', metadata_keys=('id',)))
+    ((_, reason),) = bad_records(f'tfds:{directory}', text_key='meta.text')
+    assert "no column 'meta.text'; it has id, meta, text, meta.body" in reason
 
 
 def test_ranges_give_all_documents_without_tensorflow(directory, check_ranges, read):
@@ -128,7 +135,7 @@ def test_a_directory_without_a_data_set_is_named(tmp_path):
 def test_missing_features_and_wrong_types_are_named(directory, bad_records):
     ((name, reason),) = bad_records(f'tfds:{directory}', text_key='content')
     assert name == 'tiny/1.0.0#train'
-    assert "no column 'content'; it has id, text; set --text-field" in reason
+    assert "no column 'content'; it has id, meta, text, meta.body; set --text-field" in reason
     bad = bad_records(f'tfds:{directory}', text_key='id')
     assert len(bad) == NUM_EXAMPLES
     assert 'row 0: contains int, not text' in bad[0][1] or 'row 0: contains int64, not text' in bad[0][1]

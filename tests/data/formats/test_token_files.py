@@ -84,7 +84,9 @@ def test_rows_are_separate_streams(tmp_path, small_chunks, shape):
 @pytest.mark.parametrize('save', [np.savez, np.savez_compressed])
 def test_archives_give_every_array_in_order(tmp_path, small_chunks, save):
     rng = np.random.default_rng(2)
-    arrays = {name: rng.integers(0, 4, shape).astype('uint16') for name, shape in [('b', 50), ('a', (3, 9)), ('c', 30)]}
+    arrays = {
+        name: rng.integers(0, 4, shape).astype('uint16') for name, shape in [('doc_2', 50), ('doc_0', 9), ('doc_1', 30)]
+    }
     save(tmp_path / 'x.npz', **arrays)
     expected = []
     for name, array in arrays.items():
@@ -172,12 +174,12 @@ def test_ids_beyond_the_vocabulary_are_named(tmp_path, read, bad_records, stream
 )
 def test_arrays_without_token_ids_are_rejected(tmp_path, bad_records, array, message):
     np.save(tmp_path / 'x.npy', array, allow_pickle=True)
-    np.savez(tmp_path / 'x.npz', a=array, b=np.array([1, 2]))
+    np.savez(tmp_path / 'x.npz', doc_0=array, doc_1=np.array([1, 2]))
     ((name, reason),) = bad_records(tmp_path / 'x.npy')
     assert name == 'x.npy'
     assert message in reason
     ((name, reason),) = bad_records(tmp_path / 'x.npz')
-    assert name == 'x.npz:a'
+    assert name == 'x.npz:doc_0'
     assert message in reason
 
 
@@ -189,7 +191,7 @@ def test_damaged_arrays_are_named(tmp_path, bad_records):
         ((name, reason),) = bad_records(tmp_path / 'x.npy')
         assert name == 'x.npy'
         assert ('not a .npy array' if size < 128 else 'it was truncated') in reason
-    np.savez_compressed(tmp_path / 'x.npz', a=np.arange(1000, dtype='uint16'), b=np.arange(5))
+    np.savez_compressed(tmp_path / 'x.npz', a0=np.arange(1000, dtype='uint16'), a1=np.arange(5, dtype='uint16'))
     content = (tmp_path / 'x.npz').read_bytes()
     for size in (0, 100, len(content) - 10):
         (tmp_path / 'x.npz').write_bytes(content[:size])
@@ -198,7 +200,7 @@ def test_damaged_arrays_are_named(tmp_path, bad_records):
         assert 'not a readable .npz file' in reason
     (tmp_path / 'x.npz').write_bytes(content[:200] + bytes([content[200] ^ 255]) + content[201:])
     ((name, reason),) = bad_records(tmp_path / 'x.npz')
-    assert name == 'x.npz:a'
+    assert name == 'x.npz:a0'
     assert 'damaged' in reason
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import DataConfig
-from maxlm.data.loader.batches import fingerprint_changes, iterate
+from maxlm.data.loader.batches import check_same_data, fingerprint_changes, iterate
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
@@ -223,8 +223,30 @@ def test_a_context_schedule_keeps_tokens_and_their_order(dataset):
     assert_equal(second[1], {name: rows[8:] for name, rows in split[1].items()})
 
 
+@pytest.mark.parametrize('sizes', [(4, 6), (4, 1, 9)])
+def test_no_sequence_is_repeated_or_left_out_after_a_change_of_the_batch_size(dataset, sizes):
+    changes = tuple((3 * number, 3 * number, size) for number, size in enumerate(sizes))
+    expected, found = train_batches(dataset, DATA, 1), []
+    for stage, size in enumerate(sizes):
+        # A process reads only batches of the present size.
+        batches = train_batches(dataset, DATA, size, batch_sizes=changes[: stage + 1] if stage else ())
+        for step in range(3 * stage, 3 * stage + 3):
+            assert batches[step]['tokens'].shape == (size, 16)
+            found += row_keys(batches[step])
+    assert found == [key for row in range(3 * sum(sizes)) for key in row_keys(expected[row])]
+    # Negative control: without the earlier sizes, sequences are repeated or left out.
+    assert row_keys(train_batches(dataset, DATA, sizes[-1])[step]) != found[-sizes[-1] :]
+
+
 def test_changes_of_the_fingerprint_are_named():
     stored = {'window': 16, 'global_batch': 8, 'seed': 3}
     assert fingerprint_changes(stored, dict(stored)) == ''
     changes = fingerprint_changes(stored, {'window': 32, 'global_batch': 16, 'seed': 3, 'weight web': 0.5})
     assert changes == 'window was 16 and is 32; global_batch was 8 and is 16; weight web was None and is 0.5'
+
+
+def test_changed_data_is_refused_unless_allowed():
+    check_same_data({'seed': 1}, {'seed': 1}, allow_dataset_change=False)
+    with pytest.raises(InputError, match='cannot resume with different data: seed was 1 and is 2'):
+        check_same_data({'seed': 1}, {'seed': 2}, allow_dataset_change=False)
+    check_same_data({'seed': 1}, {'seed': 2}, allow_dataset_change=True)

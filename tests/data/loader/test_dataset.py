@@ -55,6 +55,21 @@ def test_shares_and_sources_of_rows(datasets):
     assert corpus.mixture().rows_taken(2048) == [rows[source] for source in range(3)]
 
 
+def test_stages_after_a_change_of_the_batch_size_continue_each_source(datasets):
+    corpus = open_training_data(config(datasets, web=0.5, law=0.5))
+    stages = ((0, (1.0, 0.0)), (2, (0.5, 0.5)), (6, (0.2, 0.8)))
+    before = corpus.mixture(8, stages)
+    after = corpus.mixture(16, stages, ((0, 0, 8), (4, 4, 16)))
+    # 32 sequences are read in batches of 8. The last stage begins two batches of 16 later instead of two of 8.
+    assert [before[row] for row in range(32)] == [after[row] for row in range(32)]
+    positions = [[], []]
+    for row in range(200):
+        source, position = after[row]
+        positions[source].append(position)
+    assert [list(range(len(of_source))) for of_source in positions] == positions
+    assert [corpus.mixture(16, stages)[row] for row in range(32)] != [after[row] for row in range(32)]
+
+
 def test_each_epoch_of_a_source_has_every_window_once(datasets):
     corpus = open_training_data(config(datasets, web=0.5, code=0.5))
     batches = corpus.train_batches(8)

@@ -8,6 +8,7 @@ from collections import defaultdict
 
 import pytest
 
+from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import TrainingRows
 from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
@@ -24,17 +25,19 @@ STAGED = StagedMixture([(0, Mixture([1, 0], seed=2)), (60, MIXTURE), (270, Mixtu
 @pytest.mark.parametrize('mixture', [MIXTURE, STAGED])
 @pytest.mark.parametrize('pool_shards', [0, 1, 2])
 @pytest.mark.parametrize('start', [0, 3, 40])
-def test_planned_reads_match_the_steps(mixture, pool_shards, start):
+@pytest.mark.parametrize('stages', [((0, 6),), ((0, 4), (3, 9))])
+def test_planned_reads_match_the_steps(mixture, pool_shards, start, stages):
     orders = [ShuffledIndex(shards, seed=seed, pool_shards=pool_shards) for seed, shards in enumerate(SHARDS)]
-    rows, batch, stop = TrainingRows(mixture, orders), 6, start + 60
+    rows, stop = TrainingRows(mixture, orders), start + 60
+    batch_rows = BatchRows(stages)
     firsts = [list(itertools.accumulate(shards, initial=0)) for shards in SHARDS]
     read = defaultdict(set)
     for step in range(start, stop):
-        for row in range(step * batch, (step + 1) * batch):
+        for row in range(batch_rows.first_row(step), batch_rows.first_row(step + 1)):
             part, window = rows.locate(row)
             shard = next(s for s in reversed(range(len(SHARDS[part]))) if firsts[part][s] <= window)
             read[part, step].add(shard)
-    planned = list(itertools.takewhile(lambda r: r.first_step < stop, upcoming_reads(rows, batch, start)))
+    planned = list(itertools.takewhile(lambda r: r.first_step < stop, upcoming_reads(rows, batch_rows, start)))
     assert [r.first_step for r in planned] == sorted(r.first_step for r in planned)
     assert planned[0].first_step == start
     for (part, step), shards in read.items():

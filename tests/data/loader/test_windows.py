@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
 
@@ -15,7 +16,7 @@ LENGTHS = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000]
 END = 0
 
 
-def reference_windows(shards, length, *, isolate_documents):
+def reference_windows(shards, length, *, isolate_documents, train_first_token):
     """Computes the sequences by definition, token by token."""
     windows = []
     for documents in shards:
@@ -27,7 +28,8 @@ def reference_windows(shards, length, *, isolate_documents):
                 if i + 1 >= len(stream):
                     values = (0, 0, 0.0, 0, 0)
                 else:
-                    values = (stream[i], stream[i + 1], 0.0 if stream[i] == END else 1.0, segment, position)
+                    weight = 0.0 if stream[i] == END and not train_first_token else 1.0
+                    values = (stream[i], stream[i + 1], weight, segment, position)
                 for name, value in zip(window, values, strict=True):
                     window[name].append(value)
                 position += 1
@@ -37,12 +39,14 @@ def reference_windows(shards, length, *, isolate_documents):
     return windows
 
 
+@pytest.mark.parametrize('train_first_token', [True, False])
 @pytest.mark.parametrize('isolate_documents', [True, False])
 @pytest.mark.parametrize('length', LENGTHS)
-def test_windows_match_the_definition(make_dataset, random_shards, length, isolate_documents):
+def test_windows_match_the_definition(make_dataset, random_shards, length, isolate_documents, train_first_token):
     dataset = make_dataset(random_shards, block=BLOCK)
-    windows = Sequences(dataset, 'train', length, isolate_documents=isolate_documents)
-    expected = reference_windows(random_shards, length, isolate_documents=isolate_documents)
+    options = {'isolate_documents': isolate_documents, 'train_first_token': train_first_token}
+    windows = Sequences(dataset, 'train', length, **options)
+    expected = reference_windows(random_shards, length, **options)
     assert len(windows) == len(expected)
     for i, reference in enumerate(expected):
         for name, values in reference.items():
@@ -88,22 +92,58 @@ def test_a_window_does_not_depend_on_the_other_windows_of_a_batch():
             np.testing.assert_array_equal(rows[0], together[name][number], err_msg=f'{name} of window {number}')
 
 
+@pytest.mark.parametrize('train_first_token', [True, False])
 @pytest.mark.parametrize('length', LENGTHS)
-def test_every_token_is_a_target_once_unless_it_starts_a_document(make_dataset, random_shards, length):
+def test_every_token_is_a_target_once(make_dataset, random_shards, length, train_first_token):
     # Each token has a unique id, so that targets can be counted by value.
     numbers = itertools.count(1)
     shards = [[[next(numbers) for _ in document] for document in documents] for documents in random_shards]
-    windows = Sequences(make_dataset(shards, block=BLOCK), 'train', length)
+    windows = Sequences(make_dataset(shards, block=BLOCK), 'train', length, train_first_token=train_first_token)
     weighted = np.concatenate([w['targets'][w['weights'] > 0] for w in map(windows.__getitem__, range(len(windows)))])
     documents = [document for documents in shards for document in documents]
-    expected = [token for document in documents for token in document[1:]]
+    firsts_of_shards = {documents[0][0] for documents in shards}
+    untrained = firsts_of_shards if train_first_token else {document[0] for document in documents}
+    expected = [token for document in documents for token in document if token not in untrained]
     assert sorted(weighted[weighted != END].tolist()) == expected
     assert (weighted == END).sum() == len(documents)
     unweighted = np.concatenate(
         [w['targets'][w['weights'] == 0] for w in map(windows.__getitem__, range(len(windows)))]
     )
-    firsts_of_shards = {documents[0][0] for documents in shards}
-    assert set(unweighted.tolist()) - {0} == {document[0] for document in documents} - firsts_of_shards
+    assert set(unweighted.tolist()) - {0} == untrained - firsts_of_shards
+
+
+def test_tokens_that_begin_every_text_are_never_targets():
+    begin, prefix = 7, 8
+    stream = np.array([begin, prefix, 1, END, begin, prefix, 2, 3, END], np.uint16)
+    found = {
+        (train_first_token, ids): window_batch(
+            [stream],
+            8,
+            end_of_document=END,
+            isolate_documents=True,
+            train_first_token=train_first_token,
+            beginning_of_document=ids,
+        )['weights'][0].tolist()
+        for train_first_token in (True, False)
+        for ids in ((), (begin,), (begin, prefix))
+    }
+    assert found[True, ()] == [1] * 8
+    assert found[False, ()] == found[True, (begin,)] == found[False, (begin,)] == [1, 1, 1, 0, 1, 1, 1, 1]
+    assert found[True, (begin, prefix)] == found[False, (begin, prefix)] == [0, 1, 1, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize('marked', [False, True])
+def test_the_tokens_before_every_text_come_from_the_dataset(make_dataset, marked):
+    begin = 7
+    dataset = make_dataset([[[begin, 1, 2], [begin, 3]]])
+    with_ids = dataclasses.replace(dataset, beginning_of_document=(begin,))
+    assert Sequences(dataset, 'train', 6, marked=marked)[0]['weights'].tolist() == [1] * 6
+    for windows in (
+        Sequences(with_ids, 'train', 6, marked=marked),
+        Sequences(dataset, 'train', 6, marked=marked, beginning_of_document=(begin,)),
+    ):
+        assert windows[0]['targets'].tolist() == [1, 2, END, begin, 3, END]
+        assert windows[0]['weights'].tolist() == [1, 1, 1, 0, 1, 1]
 
 
 def test_records_contain_overlapping_blocks(make_dataset, random_shards):

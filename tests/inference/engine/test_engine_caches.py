@@ -22,6 +22,8 @@ from tests.inference.engines import (
     load,
     mean_hidden_state,
     new_engine,
+    prompt_log_probs,
+    score_prompts,
 )
 
 FAMILY = 'windows'
@@ -191,6 +193,9 @@ def test_devices_share_the_work(monkeypatch):
     # Several prompts per call, some of them shorter than the chunk.
     for prompt, delta in zip(PROMPTS, embed(some, PROMPTS), strict=True):
         np.testing.assert_allclose(delta.embedding, mean_hidden_state(family, prompt), atol=1e-4)
+    for prompt, (delta,) in zip(PROMPTS, score_prompts(some, PROMPTS), strict=True):
+        expected = prompt_log_probs(family, prompt)[np.arange(len(prompt) - 1), prompt[1:]]
+        np.testing.assert_allclose(delta.prompt_scores.log_prob_T, expected, rtol=1e-4, atol=2e-4)
     # Each device has its share of 4 slots and 2 heads.
     keys = [cache.key_LBKSH for cache in some._state.caches[0]]
     assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2

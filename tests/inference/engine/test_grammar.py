@@ -1,8 +1,10 @@
 """Generation that follows a grammar: every text parses and validates, alone and beside other requests."""
 
+import collections
 import json
 
 import jsonschema
+import llguidance
 import numpy as np
 import pytest
 
@@ -58,6 +60,65 @@ def test_a_text_ends_at_max_tokens():
     assert completion.text.startswith('{"')
 
 
+# llguidance allows a comma although no key may follow it.
+DEAD_END = {
+    'type': 'object',
+    'properties': {'score': {'type': 'integer', 'minimum': 10, 'maximum': 99}},
+    'patternProperties': {'^score$': {'minimum': 0}},
+    'required': ['score'],
+    'additionalProperties': False,
+}
+
+
+def test_a_dead_end_is_a_failure():
+    some, alone = engine(FAMILY), generate(engine(FAMILY), PROMPTS)
+    deltas, beside = [], {number: [] for number in range(len(PROMPTS))}
+    for number, other in enumerate(requests_of(PROMPTS)):
+        some.submit(other, lambda delta, number=number: beside[number].extend(token.id for token in delta.tokens))
+    failing = Request(tuple(PROMPTS[1]), 30, Sampling(), num_samples=8, grammar=json_grammar(DEAD_END))
+    some.submit(failing, deltas.append)
+    while some.step():
+        pass
+    texts = collections.defaultdict(str)
+    for delta in deltas:
+        texts[delta.sample] += delta.text
+    ends = {delta.sample: delta for delta in deltas if delta.finish_reason}
+    # The model takes the comma in some samples. Texts that end with `stop` are complete.
+    assert {delta.finish_reason for delta in ends.values()} == {'stop', 'failed'}
+    for sample, delta in ends.items():
+        if delta.finish_reason == 'stop':
+            jsonschema.validate(json.loads(texts[sample]), DEAD_END)
+        else:
+            assert texts[sample].endswith(',')
+            assert 'the schema allows no token after the text so far' in delta.error
+    assert list(beside.values()) == alone
+    # A text may also be cut before the comma.
+    ((cut,),) = some.complete([Request(tuple(PROMPTS[1]), 5, GREEDY, grammar=json_grammar(DEAD_END))])
+    assert (cut.finish_reason, cut.text) == ('length', '{"sco')
+
+
+def test_a_matcher_reports_failures():
+    tokenizer = bytes_tokenizer()
+
+    def after(schema, text):
+        matcher = Grammars(tokenizer, [tokenizer.end_of_document]).start(json_grammar(schema))
+        for token in text.encode():
+            matcher.mask()
+            matcher.accept(token)
+        matcher.mask()
+        return matcher.is_complete, matcher.failure
+
+    assert after(DEAD_END, '{"score":15') == (False, '')
+    assert after(DEAD_END, '{"score":15}') == (True, '')
+    for text in ('{"score":15,', '{"score":15,}'):
+        is_complete, failure = after(DEAD_END, text)
+        assert (is_complete, failure[:26]) == (False, 'the schema allows no token')
+    # An integer is complete, but more digits may follow.
+    assert after({'type': 'integer'}, '12') == (False, '')
+    # A token that the grammar does not allow is another failure.
+    assert after({'type': 'integer'}, '1a')[1].startswith('the schema is too complex')
+
+
 @pytest.mark.parametrize('tokenizer', [bytes_tokenizer(), chars_tokenizer(['{}[]":,nameskidzbc0123456789'])])
 def test_masks_allow_what_the_grammar_allows(tokenizer):
     matcher = Grammars(tokenizer, [tokenizer.end_of_document]).start(json_grammar({'enum': ['ab', 'ac']}))
@@ -81,10 +142,20 @@ def test_masks_allow_what_the_grammar_allows(tokenizer):
 
 def test_invalid_grammars_are_rejected():
     some = engine(FAMILY)
-    for schema, message in (({'type': 'nothing'}, 'grammar: .*nothing'), ({'$ref': 'http://a/b'}, 'grammar: ')):
+    for schema, message in (
+        ({'type': 'nothing'}, 'grammar: .*nothing'),
+        ({'$ref': 'http://a/b'}, 'grammar: '),
+        ({'enum': []}, 'grammar: Unsatisfiable schema'),
+        ({'type': 'array', 'items': False, 'minItems': 1}, 'grammar: Unsatisfiable schema'),
+        ({'type': 'object', 'properties': {'a': False}, 'required': ['a']}, 'grammar: Unsatisfiable schema'),
+    ):
         with pytest.raises(InputError, match=message):
             some.complete([Request((1,), 5, grammar=json_grammar(schema))])
     with pytest.raises(InputError, match='grammar: the tokens of this model have no text'):
         Grammars(ids_tokenizer(100, 0), [0]).start(json_grammar(SCHEMA))
+    # llguidance itself accepts these grammars of no text.
+    for rules in ('start: A\nA: /a/ & /b/', 'start: x\nx: x "a"'):
+        with pytest.raises(InputError, match='grammar: no token of this model begins a text'):
+            some.check(Request((1,), 5, grammar=llguidance.LLMatcher.grammar_from_lark(rules)))
     with pytest.raises(InputError, match='grammar: not supported with ignore_eos'):
         Request((1,), 5, grammar='x', ignore_eos=True)

@@ -1,9 +1,10 @@
 // API client: requests, and reading of streamed responses.
 
 class ServerError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -21,12 +22,15 @@ async function call(path, options = {}) {
   }
   if (response.ok) return response;
   let message = `The server returned status ${response.status}.`;
+  let code;
   try {
-    message = capitalized((await response.json()).error.message);
+    const { error } = await response.json();
+    message = capitalized(error.message);
+    code = error.code;
   } catch {
     // The response does not come from this server, for example from a proxy.
   }
-  throw new ServerError(message, response.status);
+  throw new ServerError(message, response.status, code);
 }
 
 // Yields { text, finish, tokens } for each chunk. Only the last chunk has `tokens`.

@@ -26,6 +26,15 @@ function loadConversations() {
   }
 }
 
+// Leaves the oldest messages, up to the second message of the user, out of later requests. Returns false if no other
+// message would remain.
+function leaveOutOldest(turns) {
+  const sent = turns.filter((turn) => turn.content && !turn.isLeftOut);
+  const next = sent.findIndex((turn, index) => index > 0 && turn.role === 'user');
+  for (const turn of sent.slice(0, Math.max(next, 0))) turn.isLeftOut = true;
+  return next > 0;
+}
+
 // Lists and stores a conversation. Returns false if the browser refuses to store it.
 function saveConversation(conversation) {
   conversations.set(conversation.id, conversation);

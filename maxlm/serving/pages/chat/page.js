@@ -70,6 +70,8 @@ function renderTurn(turn, index) {
   article.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
   const isBusy = running?.turn === turn;
   article.classList.toggle('busy', isBusy);
+  article.classList.toggle('left-out', Boolean(turn.isLeftOut));
+  if (turn.isLeftOut) article.title = 'The model no longer sees this message.';
   const tools = element('div', 'tools');
   if (!isBusy && turn.role === 'user') {
     tools.append(button('Edit', () => edit(index, article)));
@@ -80,6 +82,8 @@ function renderTurn(turn, index) {
   article.append(tools);
   if (turn.error) {
     const error = renderError(turn.error, () => retry(index));
+    const numUserTurns = turns.slice(0, index).filter((one) => one.role === 'user' && !one.isLeftOut).length;
+    if (turn.isTooLong && numUserTurns > 1) error.append(button('Leave out oldest messages', () => retry(index, true), ''));
     article.replaceChildren(...(turn.content ? [content] : []), error);
   }
   return article;
@@ -117,10 +121,12 @@ function edit(index, article) {
   field.focus();
 }
 
-function retry(index) {
+// Answers again. With `isShortened`, the oldest messages are left out until the conversation fits the context.
+function retry(index, isShortened = false) {
   if (running) return;
   turns = turns.slice(0, index);
-  answer();
+  if (isShortened) leaveOutOldest(turns);
+  answer(isShortened);
 }
 
 const isSend = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing;
@@ -154,6 +160,7 @@ async function generate(path, body, turn, render) {
       announce('Stopped.');
     } else {
       turn.error = error.message;
+      turn.isTooLong = error.code === 'context_length_exceeded';
       if (error.status === 401) dialog.open();
     }
   }
@@ -164,9 +171,9 @@ async function generate(path, body, turn, render) {
   setBusy();
 }
 
-async function answer() {
+async function answer(isShortened = false) {
   const turn = { role: 'assistant', content: '' };
-  const messages = turns.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
+  const messages = turns.filter((one) => one.content && !one.isLeftOut).map(({ role, content }) => ({ role, content }));
   const system = settings.system.trim();
   if (system) messages.unshift({ role: 'system', content: settings.system });
   const conversation = current;
@@ -182,7 +189,12 @@ async function answer() {
   await generate('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, render);
   save(conversation);
   // The user may have opened another conversation in the meantime.
-  if (conversation === current) renderTurns();
+  if (conversation !== current) return;
+  renderTurns();
+  if (isShortened && turn.isTooLong && leaveOutOldest(turns)) {
+    turns = turns.slice(0, -1);
+    answer(true);
+  }
 }
 
 async function continueText() {

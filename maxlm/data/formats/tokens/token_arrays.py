@@ -65,12 +65,20 @@ class TokenArray:
         return ids
 
 
-def open_npy(file: BinaryIO, size: int) -> TokenArray:
-    """Returns the array of a `.npy` file of `size` bytes. Never unpickles.
+@dataclasses.dataclass(frozen=True)
+class NpyHeader:
+    """Header of a `.npy` file: the shape, memory order and dtype of its array."""
+
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype
+
+
+def read_npy_header(file: BinaryIO) -> NpyHeader:
+    """Returns the header of a `.npy` file, and leaves the file at the first value.
 
     Raises:
-        TokenFileError: the file is not a valid `.npy` file; the array does not contain integers; it is not one- or
-            two-dimensional; or the size of the file differs from the size in the header.
+        TokenFileError: the file is not a valid `.npy` file.
     """
     try:
         # Version 3 is for non-ASCII field names; arrays of token ids have no fields.
@@ -84,20 +92,36 @@ def open_npy(file: BinaryIO, size: int) -> TokenArray:
         with warnings.catch_warnings():
             # Headers written by Python 2 are also accepted.
             warnings.simplefilter('ignore', UserWarning)
-            shape, fortran_order, dtype = read_header(io.BytesIO(start + file.read(length)))
+            return NpyHeader(*read_header(io.BytesIO(start + file.read(length))))
     # NumPy tokenizes headers written by Python 2 and evaluates all headers, which raises many exception types.
     except (ValueError, KeyError, SyntaxError, TypeError, tokenize.TokenError, RecursionError, MemoryError) as error:
         reason = ' '.join(str(error).split())[:200]
         raise TokenFileError(f'not a .npy array ({reason}); save it with numpy.save') from error
+
+
+def open_npy(file: BinaryIO, size: int, *, kinds: str = 'iu') -> TokenArray:
+    """Returns the array of a `.npy` file of `size` bytes. Never unpickles.
+
+    Args:
+        file: the open file.
+        size: size of the file in bytes.
+        kinds: accepted kinds of NumPy dtypes; the default is integers.
+
+    Raises:
+        TokenFileError: the file is not a valid `.npy` file; the array contains other values than `kinds`; it is not
+            one- or two-dimensional; or the size of the file differs from the size in the header.
+    """
+    header = read_npy_header(file)
+    shape, dtype = header.shape, header.dtype
     if dtype.hasobject:
         raise TokenFileError('contains Python objects, which are never unpickled; save an array of integers')
-    if dtype.kind not in 'iu':
+    if dtype.kind not in kinds:
         raise TokenFileError(f'contains {dtype}; token ids must be integers (uint16, uint32, int32, int64)')
     if len(shape) not in (1, 2):
         raise TokenFileError(f'has {len(shape)} dimensions; give [tokens] or [documents, length]')
     if min(shape) < 0:
         raise TokenFileError(f'has the shape {shape}; save it with numpy.save')
-    if fortran_order and len(shape) == 2 and min(shape) > 1:
+    if header.fortran_order and len(shape) == 2 and min(shape) > 1:
         raise TokenFileError('is stored in column-major order; save numpy.ascontiguousarray(array)')
     array = TokenArray(file, file.tell(), dtype, shape)
     _refuse_size(size, array)

@@ -1,0 +1,1 @@
+"""Token arrays: NumPy files and archives, the roles of their arrays, and the spans without padding."""

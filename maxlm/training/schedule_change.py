@@ -1,0 +1,54 @@
+"""Compares the learning rates of a run before and after a change of its config."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from maxlm.config.loading import flatten
+from maxlm.config.schema import Config
+from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
+from maxlm.training.run_control import RunControl, apply_control
+from maxlm.training.run_length import progress_of
+
+# Keys of the config that determine the learning rate of a step.
+SCHEDULE_KEYS = (
+    *(f'train.{key}' for key in ('num_steps', 'hours', 'dollars')),
+    *(f'optimizer.{key}' for key in ('schedule', 'learning_rate', 'adam_learning_rate', 'embedding_learning_rate')),
+    *(f'optimizer.{key}' for key in ('min_learning_rate', 'warmup_steps', 'wsd_decay_fraction')),
+)
+
+
+def schedule_change(
+    old: Config, config: Config, *, before: RunControl, now: RunControl, step: int, skipped: int
+) -> tuple[str, float, float] | None:
+    """Returns a log line if a config changes the schedule of a run, and both learning rates.
+
+    Args:
+        old: resolved config of the previous attempt.
+        config: resolved config of this attempt.
+        before: decisions in the checkpoint.
+        now: decisions adapted to the config.
+        step: number of completed steps.
+        skipped: number of them that were skipped.
+    """
+    values = {key: (flatten(old)[key], flatten(config)[key]) for key in SCHEDULE_KEYS}
+    if config.by_budget or old.by_budget:
+        # The length follows from the budget, which is named.
+        del values['train.num_steps']
+    changes = [f'{key} was {one} and is {two}' for key, (one, two) in values.items() if one != two]
+    if not changes:
+        return None
+    first, second = (
+        learning_rate(each, decisions, step, skipped) for each, decisions in ((old, before), (config, now))
+    )
+    text = f'{"; ".join(changes)}: the learning rate of step {step + 1} was {first:.3g} and is {second:.3g}'
+    return text, first, second
+
+
+def learning_rate(config: Config, decisions: RunControl, step: int, skipped: int) -> float:
+    """Returns the learning rate after `step` steps, of which `skipped` were skipped, of a resolved config."""
+    controlled = apply_control(config, decisions)
+    if not config.by_budget:
+        return float(make_schedule(controlled.optimizer, controlled.train.num_steps)(step - skipped))
+    progress = Progress(*map(jnp.float32, progress_of(decisions, config)))
+    return float(rate_at(controlled.optimizer, progress, jnp.int32(step)))
