@@ -5,7 +5,7 @@
 #   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
 #   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
 #   launch/test.sh --lint              ruff, mypy, codespell, hadolint, tools.check_prose and the documentation site only
-#   launch/test.sh --nightly           long tests: full golden curve, exhaustive tables, fuzzing with new examples
+#   launch/test.sh --nightly           long tests: golden curve, exhaustive tables, new fuzzing examples, published models
 #   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
 #   launch/test.sh --coverage          fast tier; fails if the coverage is below the limit in pyproject.toml
 #   launch/test.sh PYTEST ARGUMENT …   selected tests, e.g. launch/test.sh tests/model -k causal

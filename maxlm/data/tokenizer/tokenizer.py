@@ -20,6 +20,7 @@ from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, num
 from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.leading_space import without_first_space, without_leading_space
 from maxlm.data.tokenizer.library import encode_batch, only_map, refuse_gaps
+from maxlm.data.tokenizer.special_pieces import without_special_pieces
 from maxlm.data.tokenizer.special_tokens import (
     END_OF_DOCUMENT,
     INFILL,
@@ -218,7 +219,7 @@ class Tokenizer:
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode_batch` computed by the library, the reference for the fast encoders."""
-        encoded = encode_batch(self._library, texts)
+        encoded = encode_batch(self._text_library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
                 self._check_ids(text, ids)
@@ -231,7 +232,7 @@ class Tokenizer:
         omitted only if the library puts it before the first text alone.
         """
         library = self._after_special if after_special else self._inside
-        if library is self._library:
+        if library is self._text_library:
             return self.encode_batch(texts)
         return encode_batch(library, texts)
 
@@ -245,6 +246,11 @@ class Tokenizer:
         return byte_pair_encoder(self._library) if self.kind == 'library' else self._by_numpy
 
     @functools.cached_property
+    def _text_library(self) -> tokenizers.Tokenizer:
+        # Numbers are the names of special ids.
+        return self._library if self.kind == 'ids' else without_special_pieces(self._library)
+
+    @functools.cached_property
     def _inside(self) -> tokenizers.Tokenizer:
         return self._changed(without_leading_space)
 
@@ -254,10 +260,10 @@ class Tokenizer:
 
     def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
         """Returns the library with a changed normalizer and pre-tokenizer, or itself if `change` changes neither."""
-        facts = json.loads(self._library.to_str())
+        facts = json.loads(self._text_library.to_str())
         bare = {**facts, **{name: change(facts[name]) for name in ('normalizer', 'pre_tokenizer')}}
         if bare == facts:
-            return self._library
+            return self._text_library
         library = tokenizers.Tokenizer.from_str(json.dumps(bare))
         library.encode_special_tokens = True
         return library
