@@ -133,11 +133,12 @@ class ModelRunner:
         other_params = {name: tree for name, tree in params.items() if name not in STACKS}
         other_params = jax.tree_util.tree_map_with_path(self._transpose, other_params)
         stacks = {name: params[name] for name in STACKS if name in params}
-        if any(len(x.devices()) > 1 for x in jax.tree.leaves(stacks)):
+        devices = set().union(*(x.devices() for x in jax.tree.leaves(stacks)))
+        if len(devices) > 1 or jax.default_backend() != 'cpu':
             # One program for all parameters compiles faster than one program per shape.
             return {**other_params, BLOCKS: jax.jit(self._unstack)(stacks)}
-        # NumPy copies the layers of a single device without a program. Views would keep the stacks in memory.
-        device = next(iter(jax.tree.leaves(stacks)[0].devices()))
+        # NumPy copies the layers on a CPU without a program. Views would keep the stacks in memory.
+        (device,) = devices
         blocks = self._unstack(jax.tree.map(np.asarray, stacks))
         return {**other_params, BLOCKS: jax.tree.map(lambda x: jax.device_put(np.array(x, order='C'), device), blocks)}
 
