@@ -10,6 +10,8 @@ import torch
 import transformers
 
 import maxlm
+from maxlm.config.schema import DataConfig
+from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -248,3 +250,15 @@ def test_data_sets_of_earlier_versions_keep_their_boundaries(tmp_path):
     assert Tokenizer.load(directory / 'tokenizer.json').beginning_of_document == (BOS,)
     (directory / 'dataset.json').write_text('{}')
     assert Tokenizer.load(directory / 'tokenizer.json').boundaries == ((TEXT_END, (TEXT_END,), (), BY_NAME, ''))
+
+
+def test_a_mixture_needs_documents_with_the_same_end(tmp_path):
+    directories = []
+    for name, files in {'a': Files({'eos_token': '</s>'}), 'b': Files({'eos_token': '<|im_end|>'})}.items():
+        tokenizer = write_tokenizer(tmp_path / f'tokenizer-{name}', files)
+        directories.append(prepared(tmp_path / name, tokenizer, 'ab').manifest.path)
+    data = DataConfig(sources=tuple((str(path), 1.0) for path in directories), seq_len=4)
+    with pytest.raises(InputError, match=r'documents end with token 1 in .* but with token 3 in'):
+        open_training_data(data)
+    # Control: either data set alone is usable.
+    assert open_training_data(DataConfig(path=str(directories[1]), seq_len=4)).first.end_of_document == TURN_END

@@ -369,11 +369,16 @@ def _check_packed(dataset: DatasetManifest, data: DataConfig) -> None:
 
 
 def _check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
-    if a.tokenizer_sha256 == b.tokenizer_sha256:
-        return
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
-    if Tokenizer.load(a.tokenizer_path).ids_sha256 != Tokenizer.load(b.tokenizer_path).ids_sha256:
+    if a.tokenizer_sha256 != b.tokenizer_sha256 and (
+        Tokenizer.load(a.tokenizer_path).ids_sha256 != Tokenizer.load(b.tokenizer_path).ids_sha256
+    ):
         raise InputError(
             f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '
             f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'
+        )
+    if a.end_of_document != b.end_of_document:
+        raise InputError(
+            f'data.sources: documents end with token {a.end_of_document} in {a.path}, but with token '
+            f'{b.end_of_document} in {b.path}; prepare one of them again with the tokenizer of the other'
         )
