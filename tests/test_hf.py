@@ -246,12 +246,16 @@ def change_tensors(model, change):
 def test_import(model, dataset, tmp_path, capsys):
     run(*command(tmp_path))
     parameters = sum(array.size for array in load_file(model / 'model.safetensors').values())
-    assert capsys.readouterr().out == f'{tmp_path}/new: LlamaForCausalLM of {parameters:,} parameters\n'
+    assert capsys.readouterr().out == (
+        f'{tmp_path}/new: LlamaForCausalLM of {parameters:,} parameters\n'
+        '  end of text: `<|endoftext|>` (generation_config.json: eos_token_id)\n'
+    )
     assert sorted(os.listdir(tmp_path / 'new')) == [
         'checkpoints',
         'config.json',
         'generation_config.json',
         'hf_config.json',
+        'text_boundaries.json',
         'tokenizer.json',
     ]
     # Other verbs accept the imported workdir.
