@@ -69,9 +69,9 @@ class RunContext(NamedTuple):
 
     def _keep_original(self, init_from: str) -> None:
         """Copies the config.json of an imported model, so that an export of the run keeps its keys."""
-        origin = find_step(init_from, key='train.init_from').parent.parent / HF_CONFIG
-        # The file is missing if the model is not imported.
-        with contextlib.suppress(OSError, StorageError):
+        # A resumed run does not need the checkpoint, and the file is missing if the model is not imported.
+        with contextlib.suppress(OSError, StorageError, InputError):
+            origin = find_step(init_from, key='train.init_from').parent.parent / HF_CONFIG
             replace_file(self.workdir / HF_CONFIG, read_bytes(str(origin), limit=MAX_TEXT_BYTES).decode())
 
     def open_metrics(

@@ -196,7 +196,8 @@ def test_every_family_equals_training(name):
 def test_tokens_equal_those_of_the_engine():
     name = 'llama, dynamic'
     model = make(name)
-    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, end_of_document=-1, decode=lambda ids: '')
+    boundaries = types.SimpleNamespace(stops=())
+    tokenizer = types.SimpleNamespace(vocab_size=VOCAB, boundaries=boundaries, decode=lambda ids: '')
     loaded = LoadedModel(model.config, model.layout, model.params, tokenizer, Path('tokenizer.json'), 1)
     engine = new_engine(loaded, num_slots=4, all_rows=True)
     for temperature in (0.0, 1.0):

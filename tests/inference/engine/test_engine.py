@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.decode_burst import DecodeBurst
@@ -244,7 +245,8 @@ def test_penalties(shared):
 def with_end(end, chat=None):
     """Returns an engine for a tokenizer whose end-of-document token is `end`."""
     library = bytes_tokenizer()
-    tokenizer = types.SimpleNamespace(vocab_size=NUM_IDS, end_of_document=end, decode=library.decode)
+    boundaries = TextBoundaries(end, (end,))
+    tokenizer = types.SimpleNamespace(vocab_size=NUM_IDS, boundaries=boundaries, decode=library.decode)
     return new_engine(load(FAMILY)._replace(tokenizer=tokenizer, chat=chat))
 
 
