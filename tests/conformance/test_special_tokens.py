@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import maxlm
+from maxlm.data.loader.dataset import check_same_tokenizer
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -36,6 +37,14 @@ ENDS = {
     'number of the model': (Files(config={'model_type': 'llama', 'eos_token_id': TURN_END}), [TURN_END]),
     'numbers of the model': (Files(config={'model_type': 'llama', 'eos_token_id': [EOS, TURN_END]}), [EOS, TURN_END]),
     'text_config': (Files(config={'model_type': 'gemma3', 'text_config': {'eos_token_id': EOS}}), [EOS]),
+    'model before text_config': (
+        Files(config={'model_type': 'gemma3', 'eos_token_id': [EOS, TURN_END], 'text_config': {'eos_token_id': BOS}}),
+        [EOS, TURN_END],
+    ),
+    'null in text_config': (
+        Files(config={'model_type': 'gemma3', 'eos_token_id': EOS, 'text_config': {'eos_token_id': None}}),
+        [EOS],
+    ),
     'generation before model': (
         Files(generation_config={'eos_token_id': EOS}, config={'model_type': 'llama', 'eos_token_id': TURN_END}),
         [EOS],
@@ -110,6 +119,14 @@ def test_sources_are_named(tmp_path):
     assert boundaries.end_source == 'generation_config.json: eos_token_id'
     assert boundaries.beginning_source == 'tokenizer_config.json: add_bos_token'
     assert Tokenizer(make_library(Files())).boundaries.end_source == BY_NAME
+
+
+def test_an_unknown_end_is_reported(tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / 'a', Files({'eos_token': '<eot>'})) / 'tokenizer.json')
+    assert tokenizer.boundaries.end == TEXT_END
+    assert tokenizer.describe_boundaries() == {
+        'end of text': '`<|endoftext|>` (the names in tokenizer.json, which lacks the eos_token <eot>)'
+    }
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
@@ -213,6 +230,25 @@ def test_an_export_has_the_same_boundaries(imported, tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')('ab')['input_ids']
     assert ids[0] == BOS
     assert 'tokenizer_config.json: eos_token' in (tmp_path / 'export' / 'README.md').read_text()
+
+
+def test_mixtures_need_equal_boundaries(tmp_path):
+    first, *others = [
+        prepared(tmp_path / name, write_tokenizer(tmp_path / f'{name}-tokenizer', Files(config)), 'ab').manifest
+        for name, config in {
+            'a': {'eos_token': '</s>', 'bos_token': '<s>', 'add_bos_token': True},
+            'b': {'eos_token': '<|im_end|>', 'bos_token': '<s>', 'add_bos_token': True},
+            'c': {'eos_token': '</s>', 'bos_token': '<|im_end|>', 'add_bos_token': True},
+            'none': {'eos_token': '</s>'},
+        }.items()
+    ]
+    for other in others:
+        if other.path.name == 'none':
+            # Data sets of earlier versions have no beginning of text.
+            check_same_tokenizer(first, other)
+            continue
+        with pytest.raises(InputError, match='begin or end documents with different tokens; prepare one with'):
+            check_same_tokenizer(first, other)
 
 
 def prepared(directory, tokenizer, text):
