@@ -11,6 +11,7 @@ import transformers
 
 import maxlm
 from maxlm.data.loader.dataset import check_same_tokenizer
+from maxlm.data.tokenizer.extension import boundary_change
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -230,6 +231,15 @@ def test_an_export_has_the_same_boundaries(imported, tmp_path):
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')('ab')['input_ids']
     assert ids[0] == BOS
     assert 'tokenizer_config.json: eos_token' in (tmp_path / 'export' / 'README.md').read_text()
+
+
+def test_other_boundaries_than_those_of_the_initial_model_are_named(tmp_path):
+    old, new = (
+        Tokenizer.load(write_tokenizer(tmp_path / name, files) / 'tokenizer.json')
+        for name, files in {'old': Files({'eos_token': '</s>'}, post=FROM_BOS), 'new': Files()}.items()
+    )
+    assert boundary_change(new, old) == 'end of text <|endoftext|>, not </s>; beginning of text none, not <s>'
+    assert boundary_change(old, old) == ''
 
 
 def test_mixtures_need_equal_boundaries(tmp_path):
