@@ -25,7 +25,7 @@ from maxlm.checkpoint.upcycle import (
     upcycle,
 )
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.data.tokenizer.extension import extension_error
+from maxlm.data.tokenizer.extension import boundary_change, extension_error
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
@@ -72,7 +72,8 @@ class InitCheckpoint(NamedTuple):
         item: name of the parameter item, see `params_item`.
         stored: stored shapes, dtypes and shardings of the parameters to load.
         vocab_resize: resize of the vocabulary, or None if its size stays the same.
-        tokenizer_mismatch: error text if the run's tokenizer neither equals nor extends the checkpoint's, else ''.
+        tokenizer_mismatch: text for the log if the run's tokenizer neither equals nor extends the checkpoint's, or has
+            another beginning or end of text; else ''.
         upcycled: config of the run if it has experts and the checkpoint is dense, otherwise None.
         load: reads the arrays of `stored` by dotted path if they differ from those of the step, otherwise None.
     """
@@ -312,7 +313,7 @@ def _compare_vocabularies(
     wants: Mapping[str, Any],
     tokenizer: Path | None,
 ) -> tuple[VocabResize | None, str]:
-    """Returns the resize of the vocabulary, and an error text if the tokenizers are incompatible."""
+    """Returns the resize of the vocabulary, and a text if the tokenizers or the boundaries of texts differ."""
     sizes = {
         (has[name].shape[axis], wants[name].shape[axis])
         for name, axis in VOCABULARY.items()
@@ -346,9 +347,13 @@ def _compare_vocabularies(
         if rows == rows_before:
             return None, other
         raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} embedding rows of {path}; {other}')
+    # A tokenizer from a bucket has no files beside it.
+    change = '' if str(old_path).startswith('gs://') else boundary_change(new, old)
+    remedy = f'prepare the data with --tokenizer {old_path}'
+    other = change and f'{tokenizer} differs from the tokenizer of the checkpoint, {old_path}: {change}; {remedy}'
     if (new.vocab_size, rows) == (old.vocab_size, rows_before):
-        return None, ''
-    return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), ''
+        return None, other
+    return VocabResize(min(old.vocab_size, rows_before), new.vocab_size, rows_before, rows), other
 
 
 def _is_equal_except_axis(shape: tuple[int, ...], other: tuple[int, ...], axis: int) -> bool:

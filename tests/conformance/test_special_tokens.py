@@ -11,7 +11,8 @@ import transformers
 
 import maxlm
 from maxlm.config.schema import DataConfig
-from maxlm.data.loader.dataset import open_training_data
+from maxlm.data.loader.dataset import check_same_tokenizer, open_training_data
+from maxlm.data.tokenizer.extension import boundary_change
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -38,6 +39,14 @@ ENDS = {
     'number of the model': (Files(config={'model_type': 'llama', 'eos_token_id': TURN_END}), [TURN_END]),
     'numbers of the model': (Files(config={'model_type': 'llama', 'eos_token_id': [EOS, TURN_END]}), [EOS, TURN_END]),
     'text_config': (Files(config={'model_type': 'gemma3', 'text_config': {'eos_token_id': EOS}}), [EOS]),
+    'model before text_config': (
+        Files(config={'model_type': 'gemma3', 'eos_token_id': [EOS, TURN_END], 'text_config': {'eos_token_id': BOS}}),
+        [EOS, TURN_END],
+    ),
+    'null in text_config': (
+        Files(config={'model_type': 'gemma3', 'eos_token_id': EOS, 'text_config': {'eos_token_id': None}}),
+        [EOS],
+    ),
     'generation before model': (
         Files(generation_config={'eos_token_id': EOS}, config={'model_type': 'llama', 'eos_token_id': TURN_END}),
         [EOS],
@@ -112,6 +121,14 @@ def test_sources_are_named(tmp_path):
     assert boundaries.end_source == 'generation_config.json: eos_token_id'
     assert boundaries.beginning_source == 'tokenizer_config.json: add_bos_token'
     assert Tokenizer(make_library(Files())).boundaries.end_source == BY_NAME
+
+
+def test_an_unknown_end_is_reported(tmp_path):
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path / 'a', Files({'eos_token': '<eot>'})) / 'tokenizer.json')
+    assert tokenizer.boundaries.end == TEXT_END
+    assert tokenizer.describe_boundaries() == {
+        'end of text': '`<|endoftext|>` (the names in tokenizer.json, which lacks the eos_token <eot>)'
+    }
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
@@ -217,6 +234,34 @@ def test_an_export_has_the_same_boundaries(imported, tmp_path):
     assert 'tokenizer_config.json: eos_token' in (tmp_path / 'export' / 'README.md').read_text()
 
 
+def test_other_boundaries_than_those_of_the_initial_model_are_named(tmp_path):
+    old, new = (
+        Tokenizer.load(write_tokenizer(tmp_path / name, files) / 'tokenizer.json')
+        for name, files in {'old': Files({'eos_token': '</s>'}, post=FROM_BOS), 'new': Files()}.items()
+    )
+    assert boundary_change(new, old) == 'end of text <|endoftext|>, not </s>; beginning of text none, not <s>'
+    assert boundary_change(old, old) == ''
+
+
+def test_mixtures_need_equal_boundaries(tmp_path):
+    first, *others = [
+        prepared(tmp_path / name, write_tokenizer(tmp_path / f'{name}-tokenizer', Files(config)), 'ab').manifest
+        for name, config in {
+            'a': {'eos_token': '</s>', 'bos_token': '<s>', 'add_bos_token': True},
+            'b': {'eos_token': '<|im_end|>', 'bos_token': '<s>', 'add_bos_token': True},
+            'c': {'eos_token': '</s>', 'bos_token': '<|im_end|>', 'add_bos_token': True},
+            'none': {'eos_token': '</s>'},
+        }.items()
+    ]
+    for other in others:
+        if other.path.name == 'none':
+            # Data sets of earlier versions have no beginning of text.
+            check_same_tokenizer(first, other)
+            continue
+        with pytest.raises(InputError, match='begin or end documents with different tokens; prepare one with'):
+            check_same_tokenizer(first, other)
+
+
 def prepared(directory, tokenizer, text):
     (directory.parent / 'text.jsonl').write_text(json.dumps({'text': text}) + '\n' + json.dumps({'text': 'x'}) + '\n')
     arguments = ['--input', str(directory.parent / 'text.jsonl'), '--output', str(directory)]
@@ -258,7 +303,7 @@ def test_a_mixture_needs_documents_with_the_same_end(tmp_path):
         tokenizer = write_tokenizer(tmp_path / f'tokenizer-{name}', files)
         directories.append(prepared(tmp_path / name, tokenizer, 'ab').manifest.path)
     data = DataConfig(sources=tuple((str(path), 1.0) for path in directories), seq_len=4)
-    with pytest.raises(InputError, match=r'documents end with token 1 in .* but with token 3 in'):
+    with pytest.raises(InputError, match='begin or end documents with different tokens'):
         open_training_data(data)
     # Control: either data set alone is usable.
     assert open_training_data(DataConfig(path=str(directories[1]), seq_len=4)).first.end_of_document == TURN_END

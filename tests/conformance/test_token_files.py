@@ -122,6 +122,9 @@ def test_documents_end_at_the_end_token_and_keep_their_place(tmp_path):
         ({'arr_0': IDS, 'arr_1': LENGTHS}, 'which have different dtypes or numbers of dimensions'),
         ({'arr_0': STREAM, 'arr_1': STREAM + 1}, 'which contain the same tokens, as inputs and labels do'),
         ({'arr_0': IDS, 'arr_1': IDS}, 'the same tokens'),
+        ({'arr_0': STREAM, 'arr_1': [6, 4]}, 'arr_1, whose values are the lengths or positions of documents'),
+        ({'arr_0': STREAM, 'arr_1': [0, 6]}, 'lengths or positions'),
+        ({'arr_0': [0, 4, 10], 'arr_1': STREAM}, 'arr_0, whose values are the lengths or positions of documents'),
         ({'attention_mask_0': IDS, 'attention_mask_1': IDS}, 'none is known'),
         (
             {'input_ids': IDS, 'attention_mask': MASK[:, :5]},

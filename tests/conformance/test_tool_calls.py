@@ -67,6 +67,15 @@ MESSAGES = {
         {'role': 'assistant', 'tool_calls': [{'function': {'arguments': '{"city": "Oslo"}', 'name': 'w'}}]},
         CALLED,
     ),
+    'parameters of Llama 3': (
+        {'role': 'assistant', 'tool_calls': [{'name': 'w', 'parameters': {'city': 'Oslo'}}]},
+        CALLED,
+    ),
+    'args of LangChain': ({'role': 'assistant', 'tool_calls': [{'name': 'w', 'args': {'city': 'Oslo'}}]}, CALLED),
+    'input of Anthropic': (
+        {'role': 'assistant', 'tool_calls': [{'function': {'name': 'w', 'input': '{"city": "Oslo"}'}}]},
+        CALLED,
+    ),
     'bare call': ({'role': 'assistant', 'tool_calls': BOTH[:1]}, CALLED),
     'calls as text': ({'role': 'assistant', 'tool_calls': json.dumps([wrapped('w', '{"city": "Oslo"}')])}, CALLED),
     'text and calls': ({**calling('{"city": "Oslo"}'), 'content': 'Wait.'}, called(OSLO, content='Wait.')),
@@ -231,6 +240,11 @@ BROKEN = {
     'name': ({'role': 'assistant', 'function_call': '{"name": "\\ud800"}'}, 'function_call', 'a name or id'),
     'second call': (called(OSLO, wrapped('w', '{')), 'tool_calls[1]', 'has arguments that are not JSON'),
     'no name': ({'role': 'assistant', 'tool_calls': [{'function': {'arguments': '{}'}}]}, 'tool_calls[0]', 'a name'),
+    'other name of the arguments': (
+        {'role': 'assistant', 'tool_calls': [{'function': {'name': 'w', 'kwargs': {'city': 'Oslo'}}}]},
+        'tool_calls[0]',
+        "has no 'arguments', but 'kwargs'",
+    ),
     'no function': ({'role': 'assistant', 'tool_calls': [3]}, 'tool_calls[0]', 'must have a function'),
     'calls': ({'role': 'assistant', 'tool_calls': 'w()'}, 'tool_calls', 'a text that is not JSON'),
     'number of calls': ({'role': 'assistant', 'tool_calls': 3}, 'tool_calls', 'must be a list of calls'),

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, VARIABLES, ChatTemplate, load_template, set_variables
+from maxlm.data.chat.template import (
+    CHAT_TEMPLATE_FILE,
+    TOOL_TEMPLATE_FILE,
+    VARIABLES,
+    ChatTemplate,
+    load_template,
+    set_variables,
+)
 from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.model_files import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_json_object, token_text
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -100,15 +107,16 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     directory = path.parent if path.is_file() else None
     config = read_json_object(directory / TOKENIZER_CONFIG) if directory else {}
     template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
-    kept = _template_in(config)
-    if given or not directory or not (kept or template_file.is_file()):
-        name = given or DEFAULT_TEMPLATE
-        template = load_template(name)
-    elif template_file.is_file():
+    if not given and template_file.is_file():
         name, template = str(template_file), load_template(str(template_file))
-    else:
+        if (with_tools := template_file.parent / TOOL_TEMPLATE_FILE).is_file():
+            template = ChatTemplate(_either(load_template(str(with_tools)).source, template.source), name=name)
+    elif not given and directory and (kept := _template_in(config, str(directory / TOKENIZER_CONFIG))):
         name = str(directory / TOKENIZER_CONFIG)
         template = ChatTemplate(kept, name=name)
+    else:
+        name = given or DEFAULT_TEMPLATE
+        template = load_template(name)
     older = read_json_object(directory / SPECIAL_TOKENS_MAP) if directory else {}
     named = {name: token_text(config.get(name)) or token_text(older.get(name)) for name in template.variables}
     variables = tuple((name, value) for name, value in named.items() if value)
@@ -116,12 +124,31 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     return ChatRecipe(name, template.source, tuple(tokens), variables, window, has_config=bool(config))
 
 
-def _template_in(config: dict[str, Any]) -> str:
-    """Returns the template from the configuration, where older versions of Transformers store it; '' if there is none.
+def _template_in(config: dict[str, Any], name: str) -> str:
+    """Returns the template from a configuration, where older versions of Transformers store it; '' if there is none.
 
-    A list of templates contains one that is named `default`.
+    Of several templates, `tool_use` renders conversations with tools, and `default` the others, as in Transformers.
+
+    Raises:
+        InputError: there are several templates, and none is named `default`. The message begins with `name`.
     """
     kept = config.get('chat_template')
     if isinstance(kept, list):
-        kept = {entry.get('name'): entry.get('template') for entry in kept if isinstance(entry, dict)}.get('default')
-    return kept if isinstance(kept, str) else ''
+        kept = {entry.get('name'): entry.get('template') for entry in kept if isinstance(entry, dict)}
+    if not isinstance(kept, dict):
+        return kept if isinstance(kept, str) else ''
+    named = {key: value for key, value in kept.items() if isinstance(value, str)}
+    if named and 'default' not in named:
+        raise InputError(
+            f'{name}: no chat template is named default, only {", ".join(map(repr, named))[:200]}; '
+            'write one of them to a file and give it with --chat-template'
+        )
+    default = named.get('default', '')
+    return _either(named['tool_use'], default) if 'tool_use' in named else default
+
+
+def _either(with_tools: str, without: str) -> str:
+    """Returns the source of a template that renders conversations with tools by another template."""
+    # Jinja removes one newline after a block, and one at the end of a template.
+    sources = (source.removesuffix('\n') for source in (with_tools, without))
+    return '{{% if tools %}}\n{}{{% else %}}\n{}{{% endif %}}'.format(*sources)

@@ -217,3 +217,5 @@ def load_template(given: str) -> ChatTemplate:
 
 # File of the chat template in the tokenizer's directory. Transformers uses the same name.
 CHAT_TEMPLATE_FILE = 'chat_template.jinja'
+# File of the template for conversations with tools, if it is another one.
+TOOL_TEMPLATE_FILE = 'additional_chat_templates/tool_use.jinja'

@@ -2,11 +2,12 @@
 
     OpenAI    {"messages": [{"role": "user", "content": "…"}, …], "tools": […]}
     ShareGPT  {"conversations": [{"from": "human", "value": "…"}, …], "system": "…"}
-    Alpaca    {"instruction": "…", "input": "…", "output": "…", "system": "…"}
+    Alpaca    {"instruction": "…", "input": "…", "output": "…", "system": "…", "history": [["…", "…"], …]}
     TRL       {"prompt": [{"role": "user", …}], "completion": [{"role": "assistant", …}]}, or both texts
 
-`tools`, `input` and `system` are optional. `maxlm.data.documents.messages` describes the formats of messages. Their
-other keys are passed to the chat template. `"weight": 0` excludes a message of the assistant from the loss.
+`tools`, `input`, `system` and `history`, the earlier turns, are optional. `maxlm.data.documents.messages` describes the
+formats of messages. Their other keys are passed to the chat template. `"weight": 0` excludes a message of the assistant
+from the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from maxlm.data.documents.label import refuse_label
 from maxlm.data.documents.messages import Message, message_text, parse_messages, text_or_messages
-from maxlm.data.documents.tools import tools_of
+from maxlm.data.documents.tools import parse_field, tools_of
 
 # Description of a conversation in error messages.
 FORMATS = (
@@ -128,6 +129,23 @@ def system_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{'role': 'system', 'content': _text(entry['system'], 'system')}] if entry.get('system') else []
 
 
+def history_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the messages of the earlier turns of an Alpaca record: pairs of an instruction and its answer."""
+    history = entry.get('history') or []
+    if isinstance(history, str):
+        history = parse_field(history, 'history')
+    is_valid = isinstance(history, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history
+    )
+    if not is_valid:
+        raise ValueError("'history' must be a list of pairs of an instruction and an answer; rename or remove it")
+    return [
+        {'role': role, 'content': text}
+        for pair in history
+        for role, text in zip(('user', 'assistant'), pair, strict=True)
+    ]
+
+
 def _openai(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parse_messages(entry['messages'], 'messages')
 
@@ -140,7 +158,7 @@ def _alpaca(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     instruction, output = (_text(entry[key], f'{key!r}') for key in ('instruction', 'output'))
     context = _text(entry.get('input') or '', "'input'")
     asked = f'{instruction}\n\n{context}' if context else instruction
-    return [{'role': 'user', 'content': asked}, {'role': 'assistant', 'content': output}]
+    return [*history_of(entry), {'role': 'user', 'content': asked}, {'role': 'assistant', 'content': output}]
 
 
 def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

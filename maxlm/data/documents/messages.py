@@ -43,6 +43,9 @@ SPEAKERS = {
 RENAMING = 'or map other names with maxlm prepare --roles'
 # Keys of tool calls in OpenAI's format.
 CALLS, OLD_CALL = 'tool_calls', 'function_call'
+# Fields that are 0 or false if the loss does not cover a message: those of OpenAI, ms-swift and Axolotl.
+WEIGHT = 'weight'
+_WEIGHTS = (WEIGHT, 'loss', 'train', 'training')
 # Names of the reasoning of a message. Templates read the first two, so Transformers sets both.
 _REASONINGS = ('reasoning_content', 'thinking', 'reasoning')
 # Reasoning before a call in LLaMA-Factory's format.
@@ -90,9 +93,7 @@ def normalize_message(message: Message) -> dict[str, Any]:
         content, calls = _calls_in_content(content, content_key)
     if content is None and calls:
         content = ''
-    if fields.get('weight', 1) not in (0, 1):
-        found = repr(fields['weight'])[:200]
-        raise MessageError('weight', f'has weight {found}; use 1 to train on it, or 0 to exclude it', of_message=True)
+    fields |= _weight(fields)
     text = _text(content, content_key, is_result=role == 'tool')
     reasoning = next((fields[key] for key in _REASONINGS if key in fields), None)
     if reasoning is not None:
@@ -163,6 +164,17 @@ def _list(value: Any, key: str) -> Sequence[Message]:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def _weight(fields: dict[str, Any]) -> dict[str, int]:
+    """Removes the fields of _WEIGHTS from a message, and returns the weight that they give it; empty without them."""
+    given = {key: fields.pop(key) for key in _WEIGHTS if key in fields}
+    for key, value in given.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            problem = f'has {key} {repr(value)[:200]}; use 1 to train on it, or 0 to exclude it'
+            other = '' if key == WEIGHT else ', or rename the field if it has another meaning'
+            raise MessageError(key, problem + other, of_message=True)
+    return {WEIGHT: int(all(given.values()))} if given else {}
 
 
 def _calls(fields: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from maxlm.data.documents.read_options import ReadOptions
 # Fields of conversations and preference pairs.
 RECORD_FIELDS = (
     *('messages', 'conversations', 'system', 'tools', 'instruction', 'input', 'output', 'prompt', 'completion'),
-    *('functions', 'chosen', 'rejected', 'question', LABEL),
+    *('history', 'functions', 'chosen', 'rejected', 'question', LABEL),
 )
 
 

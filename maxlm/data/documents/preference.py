@@ -22,6 +22,7 @@ from typing import Any
 from maxlm.data.documents.conversation import (
     Conversation,
     has_format,
+    history_of,
     make_conversation,
     record_messages,
     system_of,
@@ -173,9 +174,10 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     if not isinstance(text := text_or_messages(entry[key]), str):
         return parse_messages(text, key)
-    if key == 'instruction' and entry.get('input'):
-        text = f'{text}\n\n{entry["input"]}'
-    messages = _dialogue(text) or [{'role': 'user', 'content': text}]
+    history = []
+    if key == 'instruction':
+        text, history = f'{text}\n\n{entry["input"]}' if entry.get('input') else text, history_of(entry)
+    messages = [*history, *(_dialogue(text) or [{'role': 'user', 'content': text}])]
     # An empty last turn of the assistant only prompts for the answer.
     return messages[:-1] if messages[-1] == {'role': 'assistant', 'content': ''} else messages
 

@@ -12,6 +12,10 @@ from maxlm.storage.json_text import parse_json, to_json
 
 # Beginning of a call that is part of a text, as Hermes and Qwen write it.
 CALL_IN_TEXT = '<tool_call>'
+# Names of the arguments: those of OpenAI, Llama 3, LangChain and Anthropic.
+_ARGUMENTS = ('arguments', 'parameters', 'args', 'input')
+# Other fields of a call or a function.
+_OTHERS = ('name', 'id', 'type', 'index', 'function', 'description', 'call_id', 'status')
 # Number of times that a JSON text may be encoded as a JSON string.
 _MAX_ENCODED = 3
 
@@ -46,7 +50,8 @@ def parse_call(call: Any) -> dict[str, Any]:
     """Returns a call in the form that chat templates take.
 
     Args:
-        call: a call of OpenAI's API, or an object with `name` and `arguments`, or the JSON text of one of them.
+        call: a call of OpenAI's API, or an object with `name` and `arguments`, or the JSON text of one of them. The
+            arguments may have another name of _ARGUMENTS.
 
     Raises:
         ValueError: the call is malformed. The subject of the message is the call.
@@ -61,7 +66,12 @@ def parse_call(call: Any) -> dict[str, Any]:
         to_json([name, identity])
     except ValueError as error:
         raise ValueError(f'has a name or id that is not JSON ({error}); use text') from error
-    arguments = parse_arguments(function.get('arguments'))
+    key = next((key for key in _ARGUMENTS if function.get(key) is not None), 'arguments')
+    unknown = [each for each in function if each not in (*_ARGUMENTS, *_OTHERS)]
+    if unknown and key not in function:
+        # An unknown name of the arguments would make them empty.
+        raise ValueError(f"has no 'arguments', but {', '.join(map(repr, unknown))[:200]}; rename or remove it")
+    arguments = parse_arguments(function.get(key))
     return {**identity, 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
 
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES
 from maxlm.data.formats import hf_datasets, tfds
-from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
+from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, suffix_of, text_files
 from maxlm.data.formats.tokens.archive_layout import MASK, describes_tokens
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
@@ -101,7 +101,7 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
         entry = filesystem.stat(given)
         source = _last_component(given)
         if not entry.is_directory:
-            _refuse_arrow([entry])
+            _refuse_unread([entry])
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
         if hf_datasets.is_saved(given):
             return [_dataset(f'{hf_datasets.PREFIX}{given}', 'hub', max_record_bytes)]
@@ -111,7 +111,7 @@ def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_sk
     except StorageError as error:
         raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
-        _refuse_arrow(entries)
+        _refuse_unread(entries)
         raise InputError(f'{display_path(given)} contains no text: {_searched()}; give other files by name')
     _refuse_mixed(given, files)
     return files
@@ -136,7 +136,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
     _refuse_saved(found.values())
     if is_named:
-        _refuse_arrow(found.values())
+        _refuse_unread(found.values())
     source = _last_component(root)
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
@@ -176,14 +176,20 @@ def _refuse_saved(entries: Collection[Entry]) -> None:
             )
 
 
-def _refuse_arrow(entries: Collection[Entry]) -> None:
+def _refuse_unread(entries: Collection[Entry]) -> None:
     for entry in entries:
-        if entry.name.lower().endswith(ARROW_SUFFIXES):
+        name, path = entry.name.lower(), display_path(entry.path)
+        as_dataset = _as_dataset(entry.path.rpartition('/')[0] or '.')
+        if suffix_of(name) == '.json':
+            raise InputError(
+                f'{path}: .json files are not read, because their records would become one text; {as_dataset} to read '
+                'the .json files of its directory, or write one record per line into a .jsonl file'
+            )
+        if name.endswith(ARROW_SUFFIXES):
             remedy = 'convert it to Parquet'
-            if entry.name.endswith('.arrow'):
-                folder = entry.path.rpartition('/')[0] or '.'
-                remedy = f'{_as_dataset(folder)} to read the .arrow files of its directory, or {remedy}'
-            raise InputError(f'{display_path(entry.path)}: Arrow files are not read; {remedy}')
+            if name.endswith('.arrow'):
+                remedy = f'{as_dataset} to read the .arrow files of its directory, or {remedy}'
+            raise InputError(f'{path}: Arrow files are not read; {remedy}')
 
 
 def _as_dataset(directory: str) -> str:

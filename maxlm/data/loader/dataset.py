@@ -341,7 +341,7 @@ def open_training_data(data: DataConfig, *, with_sources: bool = True, on_warnin
         _check_packed(source.dataset, data)
     for a, b in itertools.pairwise(sources):
         check_alike(a.dataset, b.dataset)
-        _check_same_tokenizer(a.dataset, b.dataset)
+        check_same_tokenizer(a.dataset, b.dataset)
     names = tuple(source.name for source in sources)
     return TrainingData(data, tuple(sources), names if with_sources and len(names) <= MAX_SOURCES_LISTED else ())
 
@@ -368,17 +368,18 @@ def _check_packed(dataset: DatasetManifest, data: DataConfig) -> None:
         )
 
 
-def _check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
+def check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
+    """Raises InputError unless two data sets have the same ids, and documents with the same boundaries."""
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
-    if a.tokenizer_sha256 != b.tokenizer_sha256 and (
-        Tokenizer.load(a.tokenizer_path).ids_sha256 != Tokenizer.load(b.tokenizer_path).ids_sha256
-    ):
-        raise InputError(
-            f'data.sources: {a.path} and {b.path} have different tokenizers; prepare one with --tokenizer '
-            f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'
-        )
-    if a.end_of_document != b.end_of_document:
-        raise InputError(
-            f'data.sources: documents end with token {a.end_of_document} in {a.path}, but with token '
-            f'{b.end_of_document} in {b.path}; prepare one of them again with the tokenizer of the other'
-        )
+    is_same = a.tokenizer_sha256 == b.tokenizer_sha256 or (
+        Tokenizer.load(a.tokenizer_path).ids_sha256 == Tokenizer.load(b.tokenizer_path).ids_sha256
+    )
+    # Data sets of earlier versions have no beginning of text.
+    beginnings = {each.beginning_of_document for each in (a, b)} - {()}
+    if is_same and a.end_of_document == b.end_of_document and len(beginnings) < 2:
+        return
+    what = 'have different tokenizers' if not is_same else 'begin or end documents with different tokens'
+    raise InputError(
+        f'data.sources: {a.path} and {b.path} {what}; prepare one with --tokenizer '
+        f'{a.tokenizer_path} or the other with --tokenizer {b.tokenizer_path}'
+    )

@@ -58,3 +58,13 @@ def _takes(facts: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
     """Returns the TAKES options of all tokens. They are False for tokens that are not added tokens."""
     found = dict.fromkeys(_ids(facts), (False,) * len(TAKES))
     return found | {token['content']: tuple(token[name] for name in TAKES) for token in facts['added_tokens']}
+
+
+def boundary_change(new: Tokenizer, old: Tokenizer) -> str:
+    """Returns the tokens at the beginning and the end of a text that differ from those of `old`; '' if none does."""
+    before, now = old.boundary_names, new.boundary_names
+    changes = {
+        'end of text': (now['end_of_text'][0], before['end_of_text'][0]),
+        'beginning of text': tuple(' '.join(names['beginning_of_text']) or 'none' for names in (now, before)),
+    }
+    return '; '.join(f'{what} {one}, not {other}' for what, (one, other) in changes.items() if one != other)

@@ -8,7 +8,8 @@ from maxlm.data.tokenizer.model_files import GENERATION_CONFIG, MODEL_CONFIG, SP
 from maxlm.errors import InputError
 
 # Files that may be missing: beginning- and end-of-text tokens, and the chat template.
-_OPTIONAL = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG, 'chat_template.jinja')
+_OPTIONAL = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG)
+_TEMPLATES = ('chat_template.jinja', 'additional_chat_templates/tool_use.jinja')
 
 
 def download_tokenizer(name: str) -> Path:
@@ -27,7 +28,7 @@ def download_tokenizer(name: str) -> Path:
     revision = revision or 'main'
     try:
         path = huggingface_hub.hf_hub_download(model, 'tokenizer.json', revision=revision)
-        for file in _OPTIONAL:
+        for file in (*_OPTIONAL, *_TEMPLATES):
             try:
                 huggingface_hub.hf_hub_download(model, file, revision=revision)
             except LocalEntryNotFoundError:

@@ -43,9 +43,10 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     config = read_json_object(directory / MODEL_CONFIG)
     if not isinstance(config.get('model_type'), str):
         return {}
-    # Models with several modalities have a config for text.
+    # Models with several modalities have a config for text. As in Transformers, the keys of the model win.
     text = config.get('text_config')
-    return {**config, **text} if isinstance(text, dict) else config
+    given = {key: value for key, value in config.items() if value is not None}
+    return {**text, **given} if isinstance(text, dict) else config
 
 
 def token_text(token: Any) -> str:

@@ -160,7 +160,8 @@ def find_boundaries(library: tokenizers.Tokenizer, directory: Path | None) -> Te
         )
     stops = dict.fromkeys([end, *(one.token_id for one in ends if one.is_stop and files.may_stop(one))])
     beginning, beginning_source = files.beginning()
-    return TextBoundaries(end, tuple(stops), beginning, found.source if found else BY_NAME, beginning_source)
+    source = found.source if found else BY_NAME + files.unknown_end()
+    return TextBoundaries(end, tuple(stops), beginning, source, beginning_source)
 
 
 class _End(NamedTuple):
@@ -205,6 +206,11 @@ class _ModelFiles:
     def ends(self) -> list[_End]:
         """Returns the tokens that the files name as end of text, in the order of the files."""
         return [*self._named('eos_token'), *self._numbered('eos_token_id')]
+
+    def unknown_end(self) -> str:
+        """Returns a remark if the configuration names an end of text that the tokenizer does not have; else ''."""
+        name = token_text(self._tokenizer_config.get('eos_token')) or token_text(self._map.get('eos_token'))
+        return f', which lacks the eos_token {name}' if name and self._library.token_to_id(name) is None else ''
 
     def beginning(self) -> tuple[tuple[int, ...], str]:
         """Returns the ids before each text, and their source."""

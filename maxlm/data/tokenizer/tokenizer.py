@@ -380,7 +380,8 @@ def _check_form(spec: str, *, infill: bool) -> None:
         if not re.fullmatch(r'[\w.-]+(/[\w.-]+)?(@[^\s@]+)?', rest):
             raise InputError(f'--tokenizer={spec}: must be hf:NAME or hf:NAME@REVISION, e.g. hf:openai-community/gpt2')
     elif spec not in ('bytes', 'chars') and not Path(spec).is_file():
-        raise InputError(f'--tokenizer={spec}: must be {SPECS}; no such file')
+        found = 'is a directory; give its tokenizer.json' if Path(spec).is_dir() else 'no such file'
+        raise InputError(f'--tokenizer={spec}: must be {SPECS}; {found}')
 
 
 def _parse_ids(rest: str) -> tuple[int, int]:

@@ -6,6 +6,7 @@ reading a mask as tokens, or ignoring a mask, would train on wrong data.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import zipfile
@@ -29,11 +30,18 @@ IGNORED = (
     *('token_type_ids', 'special_tokens_mask', 'offset_mapping', 'overflow_to_sample_mapping'),
     'num_truncated_tokens',
 )
+# Names of files that describe the tokens of another file, in addition to the roles of an archive.
+POSITIONS = (
+    *('offset', 'offsets', 'indptr', 'cu_seqlens', 'sizes', 'position_ids', 'segment_ids', 'doc_ids', 'document_ids'),
+    *('doc_starts', 'document_starts', 'boundaries'),
+)
 # Exceptions raised for damaged, encrypted and unsupported zip members.
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError)
 # Number of arrays of a numbered series that are compared, and of their first values.
 ARRAYS_COMPARED = 16
 VALUES_COMPARED = 4096
+# Maximum number of values of an array that are compared with the length of another one.
+MAX_VALUES_READ = 2**20
 # Larger series may contain equal documents.
 MAX_COPIES = 3
 MAX_NAMES_LISTED = 10
@@ -125,9 +133,9 @@ def list_names(members: Sequence[zipfile.ZipInfo]) -> str:
 
 
 def describes_tokens(name: str) -> bool:
-    """Returns True if a file name without its suffix is that of a mask, labels or lengths instead of tokens."""
+    """Returns True if a file name without its suffix is that of a mask, labels, lengths or positions, not of tokens."""
     name = name.lower()
-    roles = (MASK, LABELS, *LENGTHS, *IGNORED)
+    roles = (MASK, LABELS, *LENGTHS, *IGNORED, *POSITIONS)
     is_mask = re.fullmatch(r'(.*[^a-z])?masks?[^a-z]*', name) is not None
     return is_mask or name in roles or name.endswith(tuple(f'_{role}' for role in roles))
 
@@ -171,33 +179,48 @@ def _is_series(members: Sequence[zipfile.ZipInfo]) -> bool:
 def _refuse_other_roles(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo]) -> None:
     """Raises TokenFileError if an array of a series describes another one, as in `numpy.savez(path, ids, mask)`."""
     seen: list[tuple[zipfile.ZipInfo, TokenArray, np.ndarray]] = []
-    for member in members[:ARRAYS_COMPARED]:
-        try:
-            with archive.open(member) as file:
-                array = open_npy(cast(BinaryIO, file), member.file_size)
+    with contextlib.ExitStack() as stack:
+        for member in members[:ARRAYS_COMPARED]:
+            try:
+                array = open_npy(cast(BinaryIO, stack.enter_context(archive.open(member))), member.file_size)
                 values = array.read(0, min(array.length, VALUES_COMPARED))
-        except (TokenFileError, *ZIP_ERRORS):
-            # Reading the array reports the fault.
-            continue
-        seen.append((member, array, values))
-    for number, (member, array, values) in enumerate(seen):
-        for other, (_, before, others) in enumerate(seen):
-            if other == number:
+            except (TokenFileError, *ZIP_ERRORS):
+                # Reading the array reports the fault.
                 continue
-            is_alike = array.shape == before.shape and array.length > 1
-            reason = ''
-            if array.has_rows != before.has_rows or array.dtype != before.dtype:
-                reason = 'have different dtypes or numbers of dimensions'
-            elif is_alike and values.max() <= 1 and values.min() >= 0:
-                reason = f'include {member.filename.removesuffix(".npy")}, whose values are 0 and 1, as in a mask'
-            elif is_alike and len(members) <= MAX_COPIES and _is_copy(values, others):
-                reason = 'contain the same tokens, as inputs and labels do'
-            if reason:
-                raise TokenFileError(
-                    f'contains {list_names(members)}, which {reason}, so they are not all tokens; {REMEDY}'
-                )
+            seen.append((member, array, values))
+        for number, (member, array, values) in enumerate(seen):
+            for other, (_, before, others) in enumerate(seen):
+                if other == number:
+                    continue
+                is_alike = array.shape == before.shape and array.length > 1
+                may_describe, name = len(members) <= MAX_COPIES, member.filename.removesuffix('.npy')
+                reason = ''
+                if array.has_rows != before.has_rows or array.dtype != before.dtype:
+                    reason = 'have different dtypes or numbers of dimensions'
+                elif is_alike and values.max() <= 1 and values.min() >= 0:
+                    reason = f'include {name}, whose values are 0 and 1, as in a mask'
+                elif is_alike and may_describe and _is_copy(values, others):
+                    reason = 'contain the same tokens, as inputs and labels do'
+                elif may_describe and name.startswith('arr_') and _divides(array, before):
+                    reason = f'include {name}, whose values are the lengths or positions of documents'
+                if reason:
+                    raise TokenFileError(
+                        f'contains {list_names(members)}, which {reason}, so they are not all tokens; {REMEDY}'
+                    )
 
 
 def _is_copy(a: np.ndarray, b: np.ndarray) -> bool:
     """Returns True if two arrays are equal, also if one of them is shifted by one token."""
     return bool(np.array_equal(a, b) or np.array_equal(a[1:], b[:-1]) or np.array_equal(a[:-1], b[1:]))
+
+
+def _divides(array: TokenArray, stream: TokenArray) -> bool:
+    """Returns True if the values of an array are lengths, or starts or ends, of documents of a stream."""
+    if stream.has_rows or not 1 < array.length <= min(stream.length, MAX_VALUES_READ):
+        return False
+    values = array.read(0, array.length).astype(np.int64)
+    if values.min() < 0 or values.max() > stream.length:
+        return False
+    gaps = np.diff(values)
+    are_positions = values[0] == 0 and gaps.min() > 0 and gaps.max() > 1
+    return bool(are_positions) or int(values.sum()) == stream.length
