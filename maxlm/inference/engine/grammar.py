@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.tool_calls import BEGIN, END
 from maxlm.storage.json_text import parse_json
 
 # Number of compiled grammars to keep. The next request often has the same one.
@@ -90,8 +91,9 @@ class Grammars:
             if tokenizer.kind == 'chars':
                 wrapped: Any = _CharTokenizer(tokenizer)
             else:
-                vocabulary = library.LLTokenizer(tokenizer.marked_json(), **ends)
-                added = _misread_tokens(tokenizer, vocabulary)
+                facts = _with_calls_as_text(parse_json(tokenizer.marked_json()))
+                vocabulary = library.LLTokenizer(json.dumps(facts), **ends)
+                added = _misread_tokens(facts['added_tokens'], vocabulary)
                 if not added:
                     return vocabulary
                 wrapped = _AddedTokenizer(tokenizer, vocabulary, added)
@@ -185,13 +187,20 @@ class _AddedTokenizer:
         return ids
 
 
-def _misread_tokens(tokenizer: Tokenizer, vocabulary: Any) -> dict[int, bytes]:
+def _with_calls_as_text(facts: dict[str, Any]) -> dict[str, Any]:
+    """Changes the content of a tokenizer.json: tokens around tool calls are text, as in the grammar of calls."""
+    for token in facts['added_tokens']:
+        if token['content'] in (BEGIN, END):
+            token['special'] = False
+    return facts
+
+
+def _misread_tokens(added: Sequence[Mapping[str, Any]], vocabulary: Any) -> dict[int, bytes]:
     """Returns the bytes of added tokens that are text, but not for llguidance.
 
     llguidance reads all added tokens in angle brackets as special, such as `<tool_call>` of Qwen and `<think>`.
     """
-    added = {token['id']: token for token in parse_json(tokenizer.marked_json())['added_tokens']}
-    texts = {index: token['content'].encode() for index, token in added.items() if not token['special']}
+    texts = {token['id']: token['content'].encode() for token in added if not token['special']}
     return {
         index: text
         for index, text in texts.items()

@@ -142,19 +142,24 @@ def test_masks_allow_what_the_grammar_allows(tokenizer):
     assert not matcher.accept(ids('a')[0])
 
 
-@pytest.mark.parametrize('token', ['<tool_call>', '</think>', '»x«', '[TOOL]'])
-def test_added_tokens_that_are_not_special_are_text(token):
+@pytest.mark.parametrize('is_special', [False, True])
+@pytest.mark.parametrize('token', ['<tool_call>', '</tool_call>', '</think>', '»x«', '[TOOL]'])
+def test_added_tokens_that_are_not_special_are_text(token, is_special):
     """Qwen and Hermes have such tokens, which llguidance reads as special if they are in angle brackets."""
     library = tokenizers.Tokenizer.from_str(bytes_tokenizer().to_json())
-    library.add_tokens([token])
+    library.add_tokens([tokenizers.AddedToken(token, special=is_special, normalized=False)])
     library.add_special_tokens(['<|im_start|>'])
     tokenizer = Tokenizer(library)
-    (added,), special = tokenizer.encode_batch([token])[0].tolist(), tokenizer.vocab_size - 1
+    added, special = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
     grammars = Grammars(tokenizer, [tokenizer.end_of_document])
 
     def allowed(matcher, index):
         return bool(matcher.mask()[index // 32] >> index % 32 & 1)
 
+    if is_special and 'tool_call' not in token:
+        # Control: other special tokens are no text.
+        assert not allowed(grammars.start(json_grammar({'type': 'string'})), added)
+        return
     # The only text begins with the token.
     matcher = grammars.start(f'%llguidance {{}}\nstart: "{token}" "\\n"')
     assert allowed(matcher, added)
