@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe, template_in
 from maxlm.data.chat.template import VARIABLES, drop_variables
 from maxlm.data.tokenizer.library import only_map
 from maxlm.data.tokenizer.model_files import token_text
@@ -48,6 +48,17 @@ class TextFiles(NamedTuple):
     files: dict[str, bytes]
     ids: dict[str, Any]
     boundaries: TextBoundaries | None
+
+    @property
+    def model_files(self) -> dict[str, bytes]:
+        """Files of a model directory.
+
+        A template in tokenizer_config.json has no second file: Transformers would ignore other templates beside it.
+        """
+        template = self.files.get(CHAT_TEMPLATE)
+        config = parse_json(self.files.get(TOKENIZER_CONFIG, b'{}'))
+        is_twice = template is not None and template_in(config) == template.decode()
+        return {name: content for name, content in self.files.items() if not (is_twice and name == CHAT_TEMPLATE)}
 
 
 def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:

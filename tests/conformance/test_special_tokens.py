@@ -257,6 +257,23 @@ def test_exports_have_the_template_and_all_ends(tmp_path, named, kept):
     assert written == ends['eos_token_id']
 
 
+@pytest.mark.parametrize('has_several', [False, True])
+def test_an_export_keeps_templates_in_the_tokenizer_config(tmp_path, has_several):
+    templates = [{'name': 'default', 'template': '{{ messages[0].content + eos_token }}'}]
+    templates.append({'name': 'tool_use', 'template': 'with tools'})
+    named = {'eos_token': '</s>', 'chat_template': templates if has_several else templates[0]['template']}
+    source = write_model(tmp_path / 'source', Files(tokenizer_config=named))
+    import_model(str(source), str(tmp_path / 'workdir'), show=False)
+    settings = {'architecture': 'auto', 'dtype': 'auto', 'max_shard_size': 10**9, 'show': False}
+    export_model(str(tmp_path / 'workdir'), str(tmp_path / 'export'), **settings)
+    theirs, ours = map(transformers.AutoTokenizer.from_pretrained, (source, tmp_path / 'export'))
+    assert ours.chat_template == theirs.chat_template
+    assert isinstance(ours.chat_template, dict) == has_several
+    chat, tool = [{'role': 'user', 'content': 'a'}], {'type': 'function', 'function': {'name': 'f'}}
+    rendered = ours.apply_chat_template(chat, tools=[tool], tokenize=False)
+    assert rendered == ('with tools' if has_several else 'a</s>')
+
+
 def test_prepared_documents_begin_and_end_as_the_files_say(imported, tmp_path):
     source, workdir = imported
     expected = transformers.AutoTokenizer.from_pretrained(source)('ab')['input_ids'] + [EOS, BOS]

@@ -100,7 +100,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     directory = path.parent if path.is_file() else None
     config = read_json_object(directory / TOKENIZER_CONFIG) if directory else {}
     template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
-    kept = _template_in(config)
+    kept = template_in(config)
     if given or not directory or not (kept or template_file.is_file()):
         name = given or DEFAULT_TEMPLATE
         template = load_template(name)
@@ -116,7 +116,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     return ChatRecipe(name, template.source, tuple(tokens), variables, window, has_config=bool(config))
 
 
-def _template_in(config: dict[str, Any]) -> str:
+def template_in(config: dict[str, Any]) -> str:
     """Returns the template from the configuration, where older versions of Transformers store it; '' if there is none.
 
     A list of templates contains one that is named `default`.
