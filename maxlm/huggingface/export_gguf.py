@@ -197,7 +197,9 @@ def _add_tokenizer(writer: Any, text: TextFiles, model: ModelConfig, source: str
     bos_id = beginning[0] if beginning else text.ids['bos_token_id']
     if bos_id is not None and bos_id >= 0:
         writer.add_bos_token_id(bos_id)
-    for add, eos_id in zip((writer.add_eos_token_id, writer.add_eot_token_id), eos_ids, strict=False):
+    # llama.cpp ends a text at each of the three.
+    adders = (writer.add_eos_token_id, writer.add_eot_token_id, writer.add_eom_token_id)
+    for add, eos_id in zip(adders, eos_ids, strict=False):
         add(eos_id)
     if CHAT_TEMPLATE in text.files:
         writer.add_chat_template(text.files[CHAT_TEMPLATE].decode())

@@ -123,7 +123,7 @@ def export_model(
     ):
         (partial / CONFIG).write_text(json.dumps(settings, indent=2) + '\n', encoding='utf-8')
         (partial / CARD).write_text(card, encoding='utf-8')
-        for name, content in text.files.items():
+        for name, content in text.model_files.items():
             (partial / name).write_bytes(content)
         write_tensors(
             partial, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=lambda name: bar.update()

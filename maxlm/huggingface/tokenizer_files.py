@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,10 @@ from tokenizers.processors import TemplateProcessing
 
 from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe
+from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe, template_in
+from maxlm.data.chat.template import VARIABLES, drop_variables
 from maxlm.data.tokenizer.library import only_map
+from maxlm.data.tokenizer.model_files import token_text
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -47,6 +49,17 @@ class TextFiles(NamedTuple):
     ids: dict[str, Any]
     boundaries: TextBoundaries | None
 
+    @property
+    def model_files(self) -> dict[str, bytes]:
+        """Files of a model directory.
+
+        A template in tokenizer_config.json has no second file: Transformers would ignore other templates beside it.
+        """
+        template = self.files.get(CHAT_TEMPLATE)
+        config = parse_json(self.files.get(TOKENIZER_CONFIG, b'{}'))
+        is_twice = template is not None and template_in(config, TOKENIZER_CONFIG) == template.decode()
+        return {name: content for name, content in self.files.items() if not (is_twice and name == CHAT_TEMPLATE)}
+
 
 def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
     """Returns the files of an export, except weights, config.json and model card.
@@ -65,6 +78,8 @@ def files_for_export(workdir: Path, model: ModelConfig) -> TextFiles:
         made_here = TOKENIZER_CONFIG not in files
         if made_here:
             files |= _make_tokenizer_files(library, tokenizer, model, has_chat=CHAT_TEMPLATE in files)
+        elif CHAT_TEMPLATE in files:
+            files[CHAT_TEMPLATE] = _original_template(files)
         files[TOKENIZER] = library.to_str(pretty=True).encode()
         ids |= _special_ids(parse_json(files[TOKENIZER_CONFIG]), library)
         if made_here:
@@ -128,6 +143,14 @@ def files_for_import(directory: Path) -> ImportedFiles:
             # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
     return ImportedFiles(files, '', tokenizer.describe_boundaries())
+
+
+def _original_template(files: Mapping[str, bytes]) -> bytes:
+    """Returns the chat template without the variables that Transformers sets from the files of the tokenizer."""
+    sources = [parse_json(files[name]) for name in (SPECIAL_TOKENS, TOKENIZER_CONFIG) if name in files]
+    named = {key: text for source in sources for key in VARIABLES if (text := token_text(source.get(key)))}
+    # Transformers renders other variables as empty texts.
+    return drop_variables(files[CHAT_TEMPLATE].decode(), dict.fromkeys(VARIABLES, '') | named).encode()
 
 
 def _with_stops(ends: Any, stops: Sequence[int], workdir: Path) -> Any:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from maxlm.data.tokenizer.extension import boundary_change
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
 from tests.conformance.special_tokens import ID, Files, make_library, write_model, write_tokenizer
@@ -268,6 +270,55 @@ def prepared(directory, tokenizer, text):
     command = [sys.executable, '-m', 'maxlm.prepare', *arguments, '--tokenizer', str(tokenizer / 'tokenizer.json')]
     subprocess.run([*command, '--validation-fraction=0', '--quiet'], check=True, capture_output=True)
     return maxlm.Dataset.open(directory)
+
+
+@pytest.mark.parametrize(
+    ('named', 'kept'),
+    [
+        ({'bos_token': '<s>', 'eos_token': '</s>'}, ''),
+        ({'bos_token': {'__type': 'AddedToken', 'content': '<s>'}, 'eos_token': '</s>'}, ''),
+        # Transformers renders `bos_token` as an empty text.
+        ({'eos_token': '</s>', 'unk_token': '<unk>'}, ''),
+        # Transformers would render an empty text where `text_boundaries.json` names a token.
+        ({'bos_token': '<s>'}, '{%- set eos_token = "<|endoftext|>" %}\n'),
+    ],
+)
+def test_exports_have_the_template_and_all_ends(tmp_path, named, kept):
+    template = '{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ pad_token }}'
+    ends = {'eos_token_id': [ID['<|endoftext|>'], ID['</s>'], ID['<|im_end|>']]}
+    source = write_model(tmp_path / 'source', Files(tokenizer_config=named, generation_config=ends))
+    (source / 'chat_template.jinja').write_text(template)
+    import_model(str(source), str(tmp_path / 'workdir'), show=False)
+    settings = {'architecture': 'auto', 'dtype': 'auto', 'max_shard_size': 10**9, 'show': False}
+    export_model(str(tmp_path / 'workdir'), str(tmp_path / 'export'), **settings)
+    assert (tmp_path / 'workdir/chat_template.jinja').read_text() != template
+    assert (tmp_path / 'export/chat_template.jinja').read_text() == kept + template
+    chat = [{'role': 'user', 'content': 'a'}]
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')
+    if not kept:
+        theirs = transformers.AutoTokenizer.from_pretrained(source)
+        assert again.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+    export_gguf(str(tmp_path / 'workdir'), str(tmp_path / 'model.gguf'), dtype='f32', show=False)
+    keys = gguf.GGUFReader(tmp_path / 'model.gguf').fields
+    written = [keys[f'tokenizer.ggml.{key}_token_id'].contents() for key in ('eos', 'eot', 'eom')]
+    assert written == ends['eos_token_id']
+
+
+@pytest.mark.parametrize('has_several', [False, True])
+def test_an_export_keeps_templates_in_the_tokenizer_config(tmp_path, has_several):
+    templates = [{'name': 'default', 'template': '{{ messages[0].content + eos_token }}'}]
+    templates.append({'name': 'tool_use', 'template': 'with tools'})
+    named = {'eos_token': '</s>', 'chat_template': templates if has_several else templates[0]['template']}
+    source = write_model(tmp_path / 'source', Files(tokenizer_config=named))
+    import_model(str(source), str(tmp_path / 'workdir'), show=False)
+    settings = {'architecture': 'auto', 'dtype': 'auto', 'max_shard_size': 10**9, 'show': False}
+    export_model(str(tmp_path / 'workdir'), str(tmp_path / 'export'), **settings)
+    theirs, ours = map(transformers.AutoTokenizer.from_pretrained, (source, tmp_path / 'export'))
+    assert ours.chat_template == theirs.chat_template
+    assert isinstance(ours.chat_template, dict) == has_several
+    chat, tool = [{'role': 'user', 'content': 'a'}], {'type': 'function', 'function': {'name': 'f'}}
+    rendered = ours.apply_chat_template(chat, tools=[tool], tokenize=False)
+    assert rendered == ('with tools' if has_several else 'a</s>')
 
 
 def test_prepared_documents_begin_and_end_as_the_files_say(imported, tmp_path):

@@ -111,7 +111,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
         name, template = str(template_file), load_template(str(template_file))
         if (with_tools := template_file.parent / TOOL_TEMPLATE_FILE).is_file():
             template = ChatTemplate(_either(load_template(str(with_tools)).source, template.source), name=name)
-    elif not given and directory and (kept := _template_in(config, str(directory / TOKENIZER_CONFIG))):
+    elif not given and directory and (kept := template_in(config, str(directory / TOKENIZER_CONFIG))):
         name = str(directory / TOKENIZER_CONFIG)
         template = ChatTemplate(kept, name=name)
     else:
@@ -124,7 +124,7 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     return ChatRecipe(name, template.source, tuple(tokens), variables, window, has_config=bool(config))
 
 
-def _template_in(config: dict[str, Any], name: str) -> str:
+def template_in(config: dict[str, Any], name: str) -> str:
     """Returns the template from a configuration, where older versions of Transformers store it; '' if there is none.
 
     Of several templates, `tool_use` renders conversations with tools, and `default` the others, as in Transformers.

@@ -199,6 +199,14 @@ def set_variables(source: str, values: Mapping[str, str]) -> str:
     return ''.join(lines) + source
 
 
+def drop_variables(source: str, values: Mapping[str, str]) -> str:
+    """Returns a template without the lines of `set_variables` that set the given values."""
+    prefix = _SET.match(source)
+    end = prefix.end() if prefix else 0
+    given = set_variables('', values).splitlines(keepends=True)
+    return ''.join(line for line in source[:end].splitlines(keepends=True) if line not in given) + source[end:]
+
+
 def load_template(given: str) -> ChatTemplate:
     """Loads a template by its name in TEMPLATES or from a file. Raises InputError if neither exists."""
     if given in TEMPLATES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.tool_calls import BEGIN, END
+from maxlm.storage.json_text import parse_json
 
 # Number of compiled grammars to keep. The next request often has the same one.
 CACHE_SIZE = 64
@@ -84,11 +86,18 @@ class Grammars:
         tokenizer = self._tokenizer
         if tokenizer.kind == 'ids':
             raise InputError('grammar: the tokens of this model have no text; remove the grammar')
-        source: Any = tokenizer.marked_json()
-        if tokenizer.kind == 'chars':
-            source = _library().TokenizerWrapper(_CharTokenizer(tokenizer))
+        library, ends = _library(), {'n_vocab': tokenizer.vocab_size, 'eos_token': self._end_ids}
         try:
-            return _library().LLTokenizer(source, n_vocab=tokenizer.vocab_size, eos_token=self._end_ids)
+            if tokenizer.kind == 'chars':
+                wrapped: Any = _CharTokenizer(tokenizer)
+            else:
+                facts = _with_calls_as_text(parse_json(tokenizer.marked_json()))
+                vocabulary = library.LLTokenizer(json.dumps(facts), **ends)
+                added = _misread_tokens(facts['added_tokens'], vocabulary)
+                if not added:
+                    return vocabulary
+                wrapped = _AddedTokenizer(tokenizer, vocabulary, added)
+            return library.LLTokenizer(library.TokenizerWrapper(wrapped), **ends)
         except ValueError as error:
             reason = ' '.join(str(error).split())[:200]
             raise InputError(
@@ -154,6 +163,49 @@ class _CharTokenizer:
     def __call__(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode_batch([text])[0].tolist()
         return ids
+
+
+class _AddedTokenizer:
+    """A tokenizer with added tokens that are text, with the attributes that llguidance needs."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: Any, added: Mapping[int, bytes]):
+        """Initializes the tokenizer.
+
+        Args:
+            tokenizer: the tokenizer.
+            vocabulary: the tokenizer as llguidance reads it, which has the bytes of other tokens.
+            added: bytes of the added tokens that llguidance misreads, by id.
+        """
+        self._vocabulary = vocabulary
+        self.eos_token_id, self.bos_token_id = tokenizer.end_of_document, None
+        ids = range(tokenizer.vocab_size)
+        self.tokens = [added[index] if index in added else vocabulary.decode_bytes([index]) for index in ids]
+        self.special_token_ids = [index for index in ids if vocabulary.is_special_token(index) and index not in added]
+
+    def __call__(self, text: bytes) -> list[int]:
+        ids: list[int] = self._vocabulary.tokenize_bytes(text)
+        return ids
+
+
+def _with_calls_as_text(facts: dict[str, Any]) -> dict[str, Any]:
+    """Changes the content of a tokenizer.json: tokens around tool calls are text, as in the grammar of calls."""
+    for token in facts['added_tokens']:
+        if token['content'] in (BEGIN, END):
+            token['special'] = False
+    return facts
+
+
+def _misread_tokens(added: Sequence[Mapping[str, Any]], vocabulary: Any) -> dict[int, bytes]:
+    """Returns the bytes of added tokens that are text, but not for llguidance.
+
+    llguidance reads all added tokens in angle brackets as special, such as `<tool_call>` of Qwen and `<think>`.
+    """
+    texts = {token['id']: token['content'].encode() for token in added if not token['special']}
+    return {
+        index: text
+        for index, text in texts.items()
+        if vocabulary.is_special_token(index) or vocabulary.decode_bytes([index]) != text
+    }
 
 
 def _library() -> ModuleType:

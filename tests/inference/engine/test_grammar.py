@@ -7,12 +7,14 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
+import tokenizers
 
-from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, chars_tokenizer, ids_tokenizer
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, chars_tokenizer, ids_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import Grammars, json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
+from maxlm.inference.tool_calls import call_grammar
 from tests.inference.engines import GREEDY, PROMPTS, engine, generate, requests_of
 
 FAMILY = 'llama, grouped'
@@ -138,6 +140,42 @@ def test_masks_allow_what_the_grammar_allows(tokenizer):
     assert matcher.is_complete
     assert allowed() == [tokenizer.end_of_document]
     assert not matcher.accept(ids('a')[0])
+
+
+@pytest.mark.parametrize('is_special', [False, True])
+@pytest.mark.parametrize('token', ['<tool_call>', '</tool_call>', '</think>', '»x«', '[TOOL]'])
+def test_added_tokens_that_are_not_special_are_text(token, is_special):
+    """Qwen and Hermes have such tokens, which llguidance reads as special if they are in angle brackets."""
+    library = tokenizers.Tokenizer.from_str(bytes_tokenizer().to_json())
+    library.add_tokens([tokenizers.AddedToken(token, special=is_special, normalized=False)])
+    library.add_special_tokens(['<|im_start|>'])
+    tokenizer = Tokenizer(library)
+    added, special = tokenizer.vocab_size - 2, tokenizer.vocab_size - 1
+    grammars = Grammars(tokenizer, [tokenizer.end_of_document])
+
+    def allowed(matcher, index):
+        return bool(matcher.mask()[index // 32] >> index % 32 & 1)
+
+    if is_special and 'tool_call' not in token:
+        # Control: other special tokens are no text.
+        assert not allowed(grammars.start(json_grammar({'type': 'string'})), added)
+        return
+    # The only text begins with the token.
+    matcher = grammars.start(f'%llguidance {{}}\nstart: "{token}" "\\n"')
+    assert allowed(matcher, added)
+    assert not allowed(matcher, special)
+    for index in (added, *tokenizer.encode_batch(['\n'])[0].tolist()):
+        assert matcher.accept(index)
+        assert not matcher.failure
+    assert matcher.is_complete
+    # The token may be part of free text, and of a JSON string.
+    free = grammars.start(call_grammar({'f': {}}, is_required=False, is_single=False))
+    quoted = grammars.start(json_grammar({'type': 'string'}))
+    assert quoted.accept(tokenizer.encode_batch(['"'])[0][0])
+    for matcher in (free, quoted):
+        assert allowed(matcher, added)
+        assert not allowed(matcher, special)
+        assert matcher.accept(added)
 
 
 def test_invalid_grammars_are_rejected():
