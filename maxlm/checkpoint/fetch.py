@@ -22,7 +22,7 @@ from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.workdir.files import CONFIG, MODEL_FILES
+from maxlm.workdir.files import CONFIG, MODEL_FILES, is_model_directory
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
@@ -112,6 +112,11 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     Raises:
         InputError: the checkpoint is missing, cannot be read or is corrupt.
     """
+    if is_model_directory(checkpoint):
+        raise InputError(
+            f'--checkpoint={checkpoint}: contains a model in the format of Hugging Face; import it with '
+            f'`maxlm hf import --input={checkpoint} --output=WORKDIR` and use the workdir'
+        )
     if not is_url(checkpoint):
         return find_step(checkpoint)
     workdir, steps = resolve_checkpoint(checkpoint)

@@ -42,7 +42,10 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     workdir = Path(find_local_step(checkpoint).parent.parent)
     data = read_config(workdir).data
     data = dataclasses.replace(data, path=path, sources=()) if path else data
-    corpus = open_training_data(data, with_sources=False)
+    try:
+        corpus = open_training_data(data, with_sources=False)
+    except InputError as error:
+        raise InputError(f'{error}; or give other data with --data, or skip the comparison with --no-eval') from error
     dataset = corpus.first
     if Tokenizer.load(dataset.tokenizer_path).ids_sha256 != Tokenizer.load(workdir / TOKENIZER).ids_sha256:
         raise InputError(

@@ -13,7 +13,7 @@ from maxlm.huggingface.import_model import import_model
 from maxlm.log import logger
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.training.retention import SavedStep, best_step
-from maxlm.workdir.files import CONFIG
+from maxlm.workdir.files import is_model_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
@@ -27,7 +27,7 @@ def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     Raises:
         InputError: the model does not exist.
     """
-    if _is_hugging_face(checkpoint):
+    if is_model_directory(checkpoint):
         with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
             workdir = Path(directory) / 'imported'
             logger.info(f'importing {checkpoint} into {workdir}; run `maxlm hf import` once to skip this at each start')
@@ -65,14 +65,3 @@ def _best_checkpoint(checkpoint: str) -> str:
         f'{display_path(workdir)}: serving step {best}, which has the lowest validation loss; @STEP selects another'
     )
     return f'{workdir}@{best}'
-
-
-def _is_hugging_face(checkpoint: str) -> bool:
-    """Returns True if the directory contains Transformers weights and no checkpoints of a run."""
-    directory = Path(checkpoint).expanduser()
-    return (
-        not is_url(checkpoint)
-        and (directory / CONFIG).is_file()
-        and not (directory / CHECKPOINTS_DIR).is_dir()
-        and any(directory.glob('*.safetensors'))
-    )
