@@ -110,10 +110,12 @@ def test_configs(next_words):
     assert next_words(configs.main, 'show', 'tiny') == []
 
 
-def test_only_the_recipe_itself_prints_a_line(next_words, monkeypatch):
+def test_only_the_recipe_itself_prints_a_line(next_words, monkeypatch, tmp_path):
     seen = []
+    # The inputs of the first phase are checked.
+    (tmp_path / 'text.txt').write_text('Some text.')
     monkeypatch.setattr(recipe, 'run_phases', lambda commands, **_: seen.append(os.environ[HINTS]) or EXIT_DONE)
-    words = next_words(recipe.main, f'--config={ROOT}/configs/neox.py:smoke', 'text=texts')
+    words = next_words(recipe.main, f'--config={ROOT}/configs/neox.py:smoke', f'text={tmp_path}')
     assert words[:2] == ['maxlm', 'report']
     assert seen == ['0']
     assert os.environ[HINTS] == '1'
