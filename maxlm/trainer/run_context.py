@@ -34,7 +34,19 @@ from maxlm.telemetry.timeline import Timeline
 from maxlm.training.retention import SavedStep, steps_to_delete
 from maxlm.training.run_control import RunControl
 from maxlm.training.run_control import from_json as decisions_from_json
-from maxlm.workdir.files import CONFIG, HF_CONFIG, check_same_model, model_difference, open_workdir, write_run_files
+from maxlm.workdir.files import (
+    CONFIG,
+    GENERATION,
+    HF_CONFIG,
+    SPECIAL_TOKENS,
+    TEXT_BOUNDARIES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    check_same_model,
+    model_difference,
+    open_workdir,
+    write_run_files,
+)
 from maxlm.workdir.lock import WorkdirLock
 from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
@@ -68,11 +80,24 @@ class RunContext(NamedTuple):
             self._keep_original(config.train.init_from)
 
     def _keep_original(self, init_from: str) -> None:
-        """Copies the config.json of an imported model, so that an export of the run keeps its keys."""
-        # A resumed run does not need the checkpoint, and the file is missing if the model is not imported.
-        with contextlib.suppress(OSError, StorageError, InputError):
-            origin = find_step(init_from, key='train.init_from').parent.parent / HF_CONFIG
-            replace_file(self.workdir / HF_CONFIG, read_bytes(str(origin), limit=MAX_TEXT_BYTES).decode())
+        """Copies the files that the author of an imported model wrote, so that an export of the run keeps them.
+
+        Files that describe the tokenizer are copied if the run has the same tokenizer.
+        """
+
+        def read(path: Any) -> bytes:
+            # A resumed run does not need the checkpoint, and a model that is not imported has no such files.
+            with contextlib.suppress(OSError, StorageError):
+                return read_bytes(str(path), limit=MAX_TEXT_BYTES)
+            return b''
+
+        with contextlib.suppress(InputError):
+            origin = find_step(init_from, key='train.init_from').parent.parent
+            is_same = all(read(origin / name) == read(self.workdir / name) for name in (TOKENIZER, TEXT_BOUNDARIES))
+            # The config is last, because it shows that the copies are complete.
+            for name in (*((TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION) if is_same else ()), HF_CONFIG):
+                if (content := read(origin / name)) and read(origin / TEXT_BOUNDARIES):
+                    replace_file(self.workdir / name, content.decode())
 
     def open_metrics(
         self, start: int, trackers: Sequence[Tracker], on_write: Callable[[int, Mapping[str, float]], None]

@@ -20,6 +20,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
+from maxlm.trainer.run_context import RunContext
 from tests.conformance.special_tokens import ID, Files, make_library, write_model, write_tokenizer
 
 BOS, EOS, TEXT_END, TURN_END = (ID[name] for name in ('<s>', '</s>', '<|endoftext|>', '<|im_end|>'))
@@ -358,3 +359,20 @@ def test_a_mixture_needs_documents_with_the_same_end(tmp_path):
         open_training_data(data)
     # Control: either data set alone is usable.
     assert open_training_data(DataConfig(path=str(directories[1]), seq_len=4)).first.end_of_document == TURN_END
+
+
+@pytest.mark.parametrize('same', [True, False])
+def test_a_run_keeps_the_files_of_its_initial_model(imported, tmp_path, same):
+    source, workdir = imported
+    for name in ('tokenizer.json', TEXT_BOUNDARIES_FILE):
+        (tmp_path / name).write_bytes((workdir / name).read_bytes())
+    if not same:
+        (tmp_path / TEXT_BOUNDARIES_FILE).write_text('{}')
+    context = RunContext(tmp_path, tmp_path, None, None)
+    context._keep_original(str(workdir))
+    for name in ('tokenizer_config.json', 'generation_config.json'):
+        assert (tmp_path / name).exists() == same
+        assert not same or (tmp_path / name).read_bytes() == (source / name).read_bytes()
+    assert (tmp_path / 'hf_config.json').read_bytes() == (workdir / 'hf_config.json').read_bytes()
+    # A run whose initial model was deleted continues.
+    context._keep_original(str(tmp_path / 'missing'))
