@@ -1,6 +1,7 @@
 """File names in a workdir, and checks that a run can resume with a config.
 
-WORKDIR/config.json  tokenizer.json  [chat_template.jinja]  metrics.jsonl  run.log  tensorboard/  checkpoints/<step>/
+WORKDIR/config.json  tokenizer.json  [text_boundaries.json  chat_template.jinja]  metrics.jsonl  run.log  tensorboard/
+        checkpoints/<step>/
 """
 
 from __future__ import annotations
