@@ -16,6 +16,7 @@ OWN_MESSAGES = {
     'data/prepare/options.py': 'options that were written as JSON before',
     'data/tokenizer/tokenizer.py': 'a tokenizer in memory',
     'data/tokenizer/extension.py': 'tokenizers in memory',
+    'data/tokenizer/special_pieces.py': 'a tokenizer in memory',
     'diagnostics/jax_subprocess.py': 'output of a child process that runs our own program',
     'sandbox/program/rpc_protocol.py': 'pipe to the supervisor of a sandbox',
     'sandbox/monitor.py': 'pipe from the supervisor of a sandbox',

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from maxlm.config.schema import Config, DataConfig, DistillConfig, DpoConfig, Tr
 from maxlm.data.chat.packing import num_labeled
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 from maxlm.workdir.files import CONFIG, read_config
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
@@ -61,7 +61,7 @@ def training_command(
 def _is_transformers(directory: Path) -> bool:
     """Returns True for a directory with a model in the format of Transformers, which is not imported yet."""
     try:
-        values = json.loads((directory / CONFIG).read_bytes())
+        values = parse_json((directory / CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(values, dict) and 'model_type' in values and any(directory.glob('*.safetensors'))
