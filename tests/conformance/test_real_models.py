@@ -127,7 +127,7 @@ def test_greedy_texts_logits_and_loss_equal_transformers(model, tmp_path, record
 
 
 # The files have 4-bit weights with a scale and a minimum for every 32 values. int4 has no minimum, so it rounds again.
-@pytest.mark.parametrize(('weights', 'limit'), [('int8', 0.01), ('int4', 0.12)])
+@pytest.mark.parametrize(('weights', 'limit'), [('int8', 0.01), ('int4', 0.2)])
 def test_loss_of_quantized_weights(model, weights, limit, tmp_path, record):
     run_process('tests.conformance.real_models_maxlm', 'loss', model.workdir, weights, tmp_path / 'loss.json')
     loss = parse_json((tmp_path / 'loss.json').read_bytes())['loss']
