@@ -22,8 +22,9 @@ from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, read_bytes, stat
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.workdir.files import CONFIG, MODEL_FILES, is_model_directory
+from maxlm.workdir.files import CONFIG, MODEL_FILES
 from maxlm.workdir.files import METRICS_FILE as METRICS
+from maxlm.workdir.model_directory import is_model_directory
 from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 

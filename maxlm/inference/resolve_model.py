@@ -13,7 +13,7 @@ from maxlm.huggingface.import_model import import_model
 from maxlm.log import logger
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.training.retention import SavedStep, best_step
-from maxlm.workdir.files import is_model_directory
+from maxlm.workdir.model_directory import is_model_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 

@@ -19,7 +19,6 @@ from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.filesystem import is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_text
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 CONFIG = 'config.json'
 TOKENIZER = 'tokenizer.json'
@@ -41,17 +40,6 @@ HF_CONFIG = 'hf_config.json'
 EXPORT_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, GENERATION)
 # Files that belong to the model, in addition to its config.
 MODEL_FILES = (TOKENIZER, TEXT_BOUNDARIES, HF_CONFIG, *EXPORT_FILES)
-
-
-def is_model_directory(path: str) -> bool:
-    """Returns True if a local directory contains weights in the format of Transformers, and no checkpoints of a run."""
-    directory = Path(path).expanduser()
-    return (
-        not is_url(path)
-        and (directory / CONFIG).is_file()
-        and not (directory / CHECKPOINTS_DIR).is_dir()
-        and any(directory.glob('*.safetensors'))
-    )
 
 
 def goodput_name(process: int) -> str:
