@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -33,7 +35,7 @@ class Files(NamedTuple):
     config: dict[str, Any] | None = None
     post: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     special: tuple[str, ...] = SPECIAL[:4]
-    extra: dict[str, Any] = {}  # noqa: RUF012 (never changed)
+    extra: Mapping[str, Any] = MappingProxyType({})
 
 
 def make_library(files: Files) -> tokenizers.Tokenizer:

@@ -9,7 +9,6 @@ import pytest
 
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks
-from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.import_model import import_model
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
@@ -17,7 +16,8 @@ from maxlm.inference.scoring import LogprobScorer
 from maxlm.serving.request_parsing import ServedModel
 from tests.conformance.special_tokens import Files, write_model
 from tests.evaluation.harness_tasks import documents, write_tasks
-from tests.huggingface.workdirs import make_workdir
+from tests.huggingface.workdirs import make_exported
+from tests.inference.engines import DEAD_END
 from tests.serving.fake_engine import DETAILS
 from tests.serving.serving_thread import ServerThread
 
@@ -33,16 +33,8 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('served')
     # The vocabulary has no ids beyond the tokenizer's, which lm-eval would generate.
     settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__seq_len': CONTEXT, 'model__vocab_size': 257}
-    make_workdir(folder / 'run', settings)
-    export_model(
-        str(folder / 'run'),
-        str(folder / 'exported'),
-        architecture='auto',
-        dtype='float32',
-        max_shard_size=2**30,
-        show=False,
-    )
-    return load_model(str(folder / 'run'), num_devices=1), folder / 'exported'
+    run, exported = make_exported(folder, settings)
+    return load_model(str(run), num_devices=1), exported
 
 
 @pytest.fixture(scope='module')
@@ -158,14 +150,7 @@ def test_texts_with_a_beginning_of_text(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('stream', [False, True])
 def test_a_dead_end_of_a_schema_is_an_error(model, engine, stream):
-    schema = {
-        'type': 'object',
-        'properties': {'score': {'type': 'integer', 'minimum': 10, 'maximum': 99}},
-        'patternProperties': {'^score$': {'minimum': 0}},
-        'required': ['score'],
-        'additionalProperties': False,
-    }
-    response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': DEAD_END}}
     ends = set()
     with serving(model, engine) as server:
         for seed in range(12):
@@ -186,7 +171,7 @@ def test_a_dead_end_of_a_schema_is_an_error(model, engine, stream):
                 assert (error['type'], error['code']) == ('server_error', 'grammar')
                 assert 'the schema allows no token after the text so far' in error['message']
             else:
-                jsonschema.validate(json.loads(text), schema)
+                jsonschema.validate(json.loads(text), DEAD_END)
             ends.add(error is None)
     # The model takes the wrong comma in some samples.
     assert ends == {True, False}

@@ -9,13 +9,12 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import ALIASES, Benchmarks, measures, write_results
-from maxlm.huggingface.export_model import export_model
 from maxlm.inference import scoring
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.scoring import LogprobScorer
 from tests.evaluation.harness_tasks import KINDS, documents, write_tasks
-from tests.huggingface.workdirs import make_workdir
+from tests.huggingface.workdirs import make_exported
 
 lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
 pytest.importorskip('lm_eval.tasks', reason='the extra eval')
@@ -38,16 +37,8 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp('benchmarks')
     # The vocabulary has no ids beyond the tokenizer's, which the Hugging Face backend would generate.
     settings = {'model__family': 'llama', 'model__num_kv_heads': 2, 'data__seq_len': 96, 'model__vocab_size': 257}
-    make_workdir(folder / 'run', settings)
-    export_model(
-        str(folder / 'run'),
-        str(folder / 'exported'),
-        architecture='auto',
-        dtype='float32',
-        max_shard_size=2**30,
-        show=False,
-    )
-    return str(folder / 'run'), folder / 'exported'
+    run, exported = make_exported(folder, settings)
+    return str(run), exported
 
 
 @pytest.fixture(scope='module')

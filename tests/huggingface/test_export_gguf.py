@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.huggingface.gguf_files import gguf, read
 from tests.huggingface.sentencepiece_tokenizer import sentencepiece_tokenizer
-from tests.huggingface.workdirs import MODELS, make_workdir, parameters
+from tests.huggingface.workdirs import MODELS, make_exported, make_workdir, parameters
 from tests.small import small_config
 
 # Transformers does not read the head dimension from GGUF files of Qwen3, and assumes 128. It does not read the scale of
@@ -350,19 +350,11 @@ def test_scaled_positions(tmp_path, overrides, found):
 
 def test_the_factors_of_llama3_equal_transformers(tmp_path):
     scaling = {'model__rope_scaling': 'llama3', 'model__rope_scaling_factor': 8.0, 'model__original_max_positions': 32}
-    make_workdir(tmp_path / 'run', {**CASES['llama'], **scaling})
-    export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
+    run, exported = make_exported(tmp_path, {**CASES['llama'], **scaling})
+    export_gguf(str(run), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     tensors, _ = read(tmp_path / 'model.gguf')
     kind, factors = tensors['rope_freqs.weight']
-    export_model(
-        str(tmp_path / 'run'),
-        str(tmp_path / 'hf'),
-        architecture='auto',
-        dtype='float32',
-        max_shard_size=10**9,
-        show=False,
-    )
-    config = transformers.AutoConfig.from_pretrained(tmp_path / 'hf')
+    config = transformers.AutoConfig.from_pretrained(exported)
     scaled = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq.numpy()
     plain = 10_000.0 ** (-np.arange(0, 16, 2) / 16)
     assert kind == 'F32'

@@ -12,6 +12,7 @@ from maxlm.config.loading import to_json
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.huggingface.config_conversion import choose_architecture
+from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.small import LATENT, small_config
@@ -74,6 +75,16 @@ def parameters(config: Config, architecture: str, seed: int = 0) -> dict[str, np
         return noise * np.float32(0.3) + np.float32(path.endswith('scale'))
 
     return {path: random(path, shape) for path, shape in shapes.items()}
+
+
+def make_exported(folder: Path, overrides: dict[str, Any]) -> tuple[Path, Path]:
+    """Writes a workdir and its export in float32 into a folder, and returns both."""
+    run, exported = folder / 'run', folder / 'exported'
+    make_workdir(run, overrides)
+    export_model(
+        str(run), str(exported), architecture='auto', dtype='float32', max_shard_size=MAX_SHARD_BYTES, show=False
+    )
+    return run, exported
 
 
 def make_workdir(

@@ -173,3 +173,13 @@ def mean_hidden_state(family, prompt):
 
 def generate(engine, prompts, **settings):
     return [samples[0].ids for samples in engine.complete(requests_of(prompts, **settings))]
+
+
+# llguidance allows a comma although no key may follow it.
+DEAD_END = {
+    'type': 'object',
+    'properties': {'score': {'type': 'integer', 'minimum': 10, 'maximum': 99}},
+    'patternProperties': {'^score$': {'minimum': 0}},
+    'required': ['score'],
+    'additionalProperties': False,
+}

@@ -120,16 +120,16 @@ def _read_archive(
                 spans = None
                 if layout.describes_tokens:
                     companions = _open_companions(archive, layout, stack)
-                    spans = kept_spans(
-                        array,
-                        companions,
-                        lambda first, reason, name=name: on_bad(f'{name}:{first}', f'{path}: {reason}'),  # type: ignore[misc]
-                    )
+                    spans = kept_spans(array, companions, functools.partial(_report_row, on_bad, name, path))
                 yield from _read_array(array, file, name, label, 0, array.num_bytes, options, on_bad, spans)
         except TokenFileError as error:
             on_bad(name, f'{label}: {error}')
         except ZIP_ERRORS as error:
             on_bad(name, f'{label}: damaged or truncated ({error}); fetch it again')
+
+
+def _report_row(on_bad: OnBad, name: str, path: str, first: int, reason: str) -> None:
+    on_bad(f'{name}:{first}', f'{path}: {reason}')
 
 
 def _damaged_archive(path: str, error: Exception) -> str:

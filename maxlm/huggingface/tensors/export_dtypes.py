@@ -4,6 +4,6 @@ from __future__ import annotations
 
 # Names on the command line and in config.json.
 SAFETENSORS_DTYPES = ('bfloat16', 'float16', 'float32')
-# Of models that are not imported.
+# Default for models that are not imported.
 DEFAULT_DTYPE = 'bfloat16'
 GGUF_DTYPES = ('f16', 'f32', 'q8_0')

@@ -15,7 +15,7 @@ from maxlm.inference.engine.grammar import Grammars, json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.tool_calls import call_grammar
-from tests.inference.engines import GREEDY, PROMPTS, engine, generate, requests_of
+from tests.inference.engines import DEAD_END, GREEDY, PROMPTS, engine, generate, requests_of
 
 FAMILY = 'llama, grouped'
 SCHEMA = {
@@ -60,16 +60,6 @@ def test_a_text_ends_at_max_tokens():
     ((completion,),) = engine(FAMILY).complete([Request(tuple(PROMPTS[0]), 3, GREEDY, grammar=json_grammar(SCHEMA))])
     assert completion.finish_reason == 'length'
     assert completion.text.startswith('{"')
-
-
-# llguidance allows a comma although no key may follow it.
-DEAD_END = {
-    'type': 'object',
-    'properties': {'score': {'type': 'integer', 'minimum': 10, 'maximum': 99}},
-    'patternProperties': {'^score$': {'minimum': 0}},
-    'required': ['score'],
-    'additionalProperties': False,
-}
 
 
 def test_a_dead_end_is_a_failure():
