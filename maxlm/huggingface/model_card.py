@@ -10,6 +10,7 @@ from pathlib import Path
 import maxlm
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.dataset.records import load_manifest
+from maxlm.data.tokenizer.text_boundaries import describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.formatting import format_si
@@ -125,7 +126,7 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
 
 def _token_facts(workdir: Path) -> dict[str, str]:
     with contextlib.suppress(InputError):
-        return Tokenizer.load(workdir / TOKENIZER).describe_boundaries()
+        return describe_boundaries(Tokenizer.load(workdir / TOKENIZER).boundary_names)
     return {}
 
 

@@ -17,7 +17,7 @@ from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe, template_i
 from maxlm.data.chat.template import VARIABLES, drop_variables
 from maxlm.data.tokenizer.library import only_map
 from maxlm.data.tokenizer.model_files import token_text
-from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix
+from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
@@ -105,7 +105,7 @@ class ImportedFiles(NamedTuple):
     Attributes:
         files: content by name.
         remark: a message if the model has no usable tokenizer.
-        described: see `Tokenizer.describe_boundaries`.
+        described: see `describe_boundaries`.
     """
 
     files: dict[str, bytes]
@@ -142,7 +142,7 @@ def files_for_import(directory: Path) -> ImportedFiles:
         if recipe.name != DEFAULT_TEMPLATE:
             # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
-    return ImportedFiles(files, '', tokenizer.describe_boundaries())
+    return ImportedFiles(files, '', describe_boundaries(tokenizer.boundary_names))
 
 
 def _original_template(files: Mapping[str, bytes]) -> bytes:

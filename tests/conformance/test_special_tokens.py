@@ -14,7 +14,7 @@ import maxlm
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.dataset import check_same_tokenizer, open_training_data
 from maxlm.data.tokenizer.extension import boundary_change
-from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE
+from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_gguf import export_gguf
@@ -129,7 +129,7 @@ def test_sources_are_named(tmp_path):
 def test_an_unknown_end_is_reported(tmp_path):
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / 'a', Files({'eos_token': '<eot>'})) / 'tokenizer.json')
     assert tokenizer.boundaries.end == TEXT_END
-    assert tokenizer.describe_boundaries() == {
+    assert describe_boundaries(tokenizer.boundary_names) == {
         'end of text': '`<|endoftext|>` (the names in tokenizer.json, which lacks the eos_token <eot>)'
     }
 

@@ -75,14 +75,10 @@ def find_end_of_document(library: tokenizers.Tokenizer) -> int:
 
 
 def find_infill_ids(library: tokenizers.Tokenizer) -> InfillIds | None:
-    """Returns the ids of the FIM tokens if `library` has all three, and marks the tokens as special.
-
-    Qwen and DeepSeek do not mark them, so that a text that contains their names would be encoded to their ids.
-    """
+    """Returns the ids of the FIM tokens if `library` has all three."""
     added = {token.content: i for i, token in library.get_added_tokens_decoder().items()}
     for names in INFILL_NAMES:
         if all(name in added for name in names):
-            library.add_special_tokens(list(names))
             return InfillIds(*(added[name] for name in names))
     return None
 

@@ -263,8 +263,27 @@ def added_prefix(library: tokenizers.Tokenizer) -> tuple[int, ...]:
     return ()
 
 
-def mark_special(library: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
-    """Marks tokens as special, so that no text is encoded to them."""
+def describe_boundaries(names: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `end of text` and, if there is one, `beginning of text`, with their sources.
+
+    Args:
+        names: see `Tokenizer.boundary_names`.
+    """
+    labels = {'end of text': 'end_of_text', 'beginning of text': 'beginning_of_text'}
+    return {
+        label: f'{" ".join(f"`{token}`" for token in names[key])} ({names[f"{key}_source"]})'
+        for label, key in labels.items()
+        if names[key]
+    }
+
+
+def unmarked(library: tokenizers.Tokenizer, ids: Iterable[int]) -> list[str]:
+    """Returns the names of the tokens that are not marked as special."""
     special = {index for index, token in library.get_added_tokens_decoder().items() if token.special}
     names = [library.id_to_token(index) for index in dict.fromkeys(ids) if index not in special]
-    library.add_special_tokens([name for name in names if name is not None])
+    return [name for name in names if name is not None]
+
+
+def mark_special(library: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
+    """Marks tokens as special, so that no text is encoded to them."""
+    library.add_special_tokens(unmarked(library, ids))

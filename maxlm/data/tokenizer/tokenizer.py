@@ -28,7 +28,13 @@ from maxlm.data.tokenizer.special_tokens import (
     add_special_tokens,
     find_infill_ids,
 )
-from maxlm.data.tokenizer.text_boundaries import TextBoundaries, boundaries_by_name, boundaries_in, mark_special
+from maxlm.data.tokenizer.text_boundaries import (
+    TextBoundaries,
+    boundaries_by_name,
+    boundaries_in,
+    mark_special,
+    unmarked,
+)
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
 from maxlm.errors import InputError, os_message
 from maxlm.storage.errors import catch_panics
@@ -71,15 +77,18 @@ class Tokenizer:
             InputError: no token ends a document.
         """
         only_map(library)
-        self._json = library.to_str(pretty=True)
         library.encode_special_tokens = True
         # The ids of other tokenizers may have gaps; the embedding table must contain the largest id.
         self.vocab_size = max(library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.boundaries = boundaries_by_name(library) if boundaries is None else boundaries
         self.end_of_document = self.boundaries.end
         self.beginning_of_document = self.boundaries.beginning
-        mark_special(library, [*self.boundaries.stops, *self.beginning_of_document])
         self.infill_ids = find_infill_ids(library)
+        # Qwen and DeepSeek do not mark FIM tokens, so that a text with their names would be encoded to their ids.
+        special = [*self.boundaries.stops, *self.beginning_of_document, *(self.infill_ids or ())]
+        # The file of the author. None = without other marks; serializing a large vocabulary takes long.
+        self._json = library.to_str(pretty=True) if unmarked(library, special) else None
+        mark_special(library, special)
         self.special_tokens = {i: token for i, token in library.get_added_tokens_decoder().items() if token.special}
         self.kind, self._by_numpy = recognize(library, self.end_of_document)
         self._library = library
@@ -137,7 +146,7 @@ class Tokenizer:
             raise InputError(
                 'an ids tokenizer encodes only numbers, so it cannot have special tokens; use a tokenizer.json'
             )
-        library = tokenizers.Tokenizer.from_str(self._json)
+        library = tokenizers.Tokenizer.from_str(self.to_json())
         add_special_tokens(library, names)
         return Tokenizer(library, self.boundaries)
 
@@ -147,7 +156,7 @@ class Tokenizer:
 
     def to_json(self) -> str:
         """Returns the content of `tokenizer.json` as its author wrote it, without options that do not affect ids."""
-        return self._json + '\n'
+        return self.marked_json() if self._json is None else f'{self._json}\n'
 
     def marked_json(self) -> str:
         """Returns `to_json` in which all tokens are marked as special that no text is encoded to."""
@@ -167,16 +176,6 @@ class Tokenizer:
             'end_of_text_source': boundaries.end_source,
             'beginning_of_text': [self.special_tokens[index].content for index in boundaries.beginning],
             'beginning_of_text_source': boundaries.beginning_source,
-        }
-
-    def describe_boundaries(self) -> dict[str, str]:
-        """Returns `end of text` and, if there is one, `beginning of text`, with their sources."""
-        names = self.boundary_names
-        labels = {'end of text': 'end_of_text', 'beginning of text': 'beginning_of_text'}
-        return {
-            label: f'{" ".join(f"`{token}`" for token in names[key])} ({names[f"{key}_source"]})'
-            for label, key in labels.items()
-            if names[key]
         }
 
     @property
