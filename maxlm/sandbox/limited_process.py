@@ -101,7 +101,7 @@ class ProcessFailedError(LimitError):
     """The function raised an exception other than InputError, or its process crashed."""
 
 
-class _CancelledError(LimitError):
+class RequestCancelledError(LimitError):
     """The caller of a request does not need its result any more."""
 
 
@@ -180,7 +180,7 @@ class LimitedProcess:
             deadline = time.monotonic() + self._limits.timeout
             while is_cancelled is not None and not self.has_result(_POLL_SECONDS):
                 if is_cancelled():
-                    raise _CancelledError
+                    raise RequestCancelledError
                 if time.monotonic() > deadline:
                     raise TimeoutError
             kind, data = receive(self._connection)

@@ -8,6 +8,7 @@ call late, while the next call runs.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
-from maxlm.inference.engine.grammar import Grammars
+from maxlm.inference.engine.grammar import CompiledGrammar, Grammars, wait_for_masks
 from maxlm.inference.engine.model_runner import DecodeCounts, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
 from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
@@ -150,8 +151,21 @@ class Engine:
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
             raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
-        if request.grammar:
-            self._grammars.start(request.grammar)
+
+    def prepare(self, request: Request, is_cancelled: Callable[[], bool] | None = None) -> Request:
+        """Compiles the grammar of a request, which can take seconds, and returns the request with it.
+
+        Args:
+            request: a request, with or without a grammar.
+            is_cancelled: called several times per second. If it returns True, compilation ends.
+
+        Raises:
+            InputError: the grammar is invalid or too complex.
+            GrammarsBusyError: too many other grammars are in use. Also see `Grammars.compile`.
+        """
+        if not isinstance(request.grammar, str) or not request.grammar:
+            return request
+        return dataclasses.replace(request, grammar=self._grammars.compile(request.grammar, is_cancelled))
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
         """Queues a request. `step` calls `listener` until each sample has a delta with a finish reason.
@@ -161,13 +175,14 @@ class Engine:
             QueueFullError: too many samples are waiting.
         """
         self.check(request)
+        grammar = self.prepare(request).grammar
         samples = [
             ActiveSequence(
                 request,
                 number,
                 listener,
                 TextStream(self._tokenizer, request.prompt, request.stops),
-                self._grammars.start(request.grammar) if request.grammar else None,
+                grammar.start() if isinstance(grammar, CompiledGrammar) else None,
             )
             for number in range(request.num_samples)
         ]
@@ -198,11 +213,12 @@ class Engine:
         self._drop_cancelled()
         num_pending = len(self._pending)
         self._prefill()
-        if any(sample.matcher is not None for sample in self._running):
+        if any(sample.matcher is not None for pending in self._pending for _, sample, _ in pending.samples):
             # A grammar needs the last token before it can restrict the next one.
             while self._pending:
                 self._process_output(self._pending.popleft())
             num_pending = 0
+        self._receive_masks()
         self._decode()
         # Results of earlier calls; those of this step are read after the next dispatch.
         for _ in range(num_pending):
@@ -232,8 +248,12 @@ class Engine:
         """
         for request in requests:
             self.check(request)
+            self.prepare(request)
         finished = FinishedRequests([request.num_samples for request in requests], on_done)
         for number, request in enumerate(requests):
+            # A grammar is in use from now on, and their number is limited.
+            while request.grammar and len(self._waiting) >= len(self._slots):
+                self.step()
             self.submit(request, partial(finished.add, number))
         while self.step():
             pass
@@ -310,21 +330,35 @@ class Engine:
         self._counts['prompt_tokens'] += len(sample.request.prompt)
         self._counts['cached_tokens'] += shared
 
-    def _decode(self) -> None:
-        """Dispatches a decoding call for every sequence that is prefilled and needs more tokens."""
-        active = [
+    def _receive_masks(self) -> None:
+        """Receives token masks, and ends the samples that their grammar ends.
+
+        Samples without a mask sit out the next call. If others can take part in it, it is only delayed a little.
+        """
+        samples = [sample for sample in self._running if sample.matcher is not None and sample.num_generated]
+        matchers = [sample.matcher for sample in samples if sample.matcher is not None]
+        delay = self._burst.mask_delay if self._active() or self._has_prefill else None
+        wait_for_masks(matchers, delay)
+        for sample in samples:
+            if (end := sample.grammar_end()) is not None:
+                self._finish(sample, *end)
+
+    def _active(self) -> list[tuple[int, ActiveSequence]]:
+        """Returns the slots and samples that are prefilled, need more tokens, and have a mask if they need one."""
+        return [
             (slot.number, slot.sample)
             for slot in self._slots
-            if slot.sample is not None and 0 < slot.sample.num_dispatched < slot.sample.request.max_tokens
+            if slot.sample is not None
+            and 0 < slot.sample.num_dispatched < slot.sample.request.max_tokens
+            and (slot.sample.matcher is None or slot.sample.matcher.mask is not None)
         ]
-        masks = {number: sample.matcher.mask() for number, sample in active if sample.matcher is not None}
-        for number, sample in active:
-            if sample.matcher is not None and (error := sample.matcher.failure):
-                masks.pop(number)
-                self._finish(sample, 'failed', error)
-        active = [(number, sample) for number, sample in active if sample.finish_reason is None]
+
+    def _decode(self) -> None:
+        """Dispatches a decoding call for every sequence that can take part in it."""
+        active = self._active()
         if not active:
             return
+        masks = {number: sample.matcher.mask for number, sample in active if sample.matcher is not None}
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
         tokens = 1 if masks else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
         num_rows = self._compiled.num_rows(max(number for number, _ in active))
@@ -386,6 +420,8 @@ class Engine:
 
     def _release(self, sample: ActiveSequence, finish: FinishReason) -> None:
         sample.finish_reason = finish
+        if sample.matcher is not None:
+            sample.matcher.close()
         if sample in self._prefilling:
             self._prefilling.remove(sample)
         if sample.slot is not None:

@@ -51,6 +51,8 @@ def serve(connection: socket.socket, settings: str) -> None:
             kind, request, descriptors = receive_with_descriptors(connection)
             if kind == FORK:
                 connection = forks.start(connection, descriptors[0])
+                # The limits of a fork are relative to the memory of its parent.
+                size = _address_space()
                 continue
             if kind == END:
                 send(connection, RESULT, str(forks.end(int(request))).encode())
