@@ -47,6 +47,7 @@ from maxlm.errors import InputError
 from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.limits import SandboxLimits
+from maxlm.storage.json_text import parse_json
 
 # Guarantee → alternative sets of mechanisms that provide it.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -68,8 +69,8 @@ MECHANISMS = (
     *('root', 'mount namespace', 'network namespace', 'ipc namespace', 'process namespace', 'own user'),
     *('user namespace', 'landlock', 'seccomp', 'cgroup', 'memory watch'),
 )
-# No site packages, no user directory and no PYTHON… variables, except a fixed hash seed for a constant order of sets.
-INTERPRETER_OPTIONS = ('-s', '-S', '-P', '-B')
+# No site packages, user directory, PYTHON… variables (but a fixed order of sets), or buffers that programs inherit.
+INTERPRETER_OPTIONS = ('-s', '-S', '-P', '-B', '-u')
 ENVIRONMENT = {'PYTHONHASHSEED': '0', 'LANG': 'C.UTF-8'}
 BOOTSTRAP = (
     'import sys; sys.path.insert(0, sys.argv[1]); from maxlm.sandbox.worker import main; '
@@ -217,7 +218,7 @@ class SandboxWorker:
         """Reads a chunk of the response and returns the result once it is complete, else None.
 
         Raises:
-            EOFError: the worker has died.
+            EOFError: the worker has died, or its message is invalid.
             OSError: the worker has died.
         """
         chunk = self.connection.recv(1 << 20)
@@ -227,7 +228,10 @@ class SandboxWorker:
         size = monitor.HEADER.size
         if len(self.buffer) < size or len(self.buffer) < size + monitor.HEADER.unpack(self.buffer[:size])[1]:
             return None
-        return ExecutionResult(**json.loads(self.buffer[size:]))
+        try:
+            return ExecutionResult(**parse_json(bytes(self.buffer[size:])))
+        except (ValueError, TypeError) as error:
+            raise EOFError(f'the worker sent an invalid message: {error}') from None
 
     def stop(self, *, immediately: bool = False) -> None:
         """Stops the worker and all its processes. Unless `immediately`, it has time to exit by itself."""
