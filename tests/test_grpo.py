@@ -129,7 +129,8 @@ def test_a_response_cannot_stop_a_run_with_rewards_in_the_sandbox(start, tmp_pat
     name = write_module(tmp_path, monkeypatch, body)
     settings = user_prompts(tmp_path, 1, 1, 1, 1) | {'grpo__sandbox_functions': True}
     assert run(start, tmp_path / 'run', grpo__reward=f'{name}:f', **settings) == EXIT_DONE
-    assert curve(tmp_path / 'run')[1]['rollout/reward'] == 0
+    line = curve(tmp_path / 'run')[1]
+    assert (line['rollout/reward'], line['rollout/reward_errors']) == (0, 1)
     log = (tmp_path / 'run/run.log').read_text()
     assert f'responses get reward 0: the reward {name}:f ended its process in the sandbox (exit code 1)' in log
     # A reward that fails for the first prompt stops the run before compilation.
@@ -165,7 +166,7 @@ def test_the_documented_tool(tmp_path, monkeypatch):
     assert run(tmp_path, tmp_path / 'run', **settings) == EXIT_DONE
     line = curve(tmp_path / 'run')[1]
     assert 0 < line['rollout/tool_calls'] <= 1
-    assert line['rollout/tool_errors'] == 0
+    assert line['rollout/tool_errors'] == line['rollout/reward_errors'] == 0
     # The loss covers only tokens of the model.
     assert line['train/approx_kl'] < 1e-9
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from maxlm.errors import InputError
 
+# Maximum length of a description of an exception.
+MAX_DESCRIPTION = 1000
 FUNCTION_NAME = re.compile(r'[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*')
 
 
@@ -70,13 +72,26 @@ def module_checksum(name: str) -> str:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Returns the type, the message and the source line of an exception in a function of the user, in one line."""
-    text = ' '.join(str(error).split())[:200]
+    """Returns the type, the message and the source line of an exception in a function of the user.
+
+    The function may have executed text of a model, so none of them is trusted. The description is one line of at most
+    `MAX_DESCRIPTION` printable characters.
+    """
+    try:
+        text = _one_line(str(error), 200)
+    except Exception:
+        text = ''
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next
-    at = f' at {last.tb_frame.f_code.co_filename}:{last.tb_lineno}' if last else ''
-    return f'{type(error).__name__}{f": {text}" if text else ""}{at}'
+    at = f' at {_one_line(last.tb_frame.f_code.co_filename, 500)}:{last.tb_lineno}' if last else ''
+    return f'{_one_line(type(error).__name__, 100)}{f": {text}" if text else ""}{at}'
+
+
+def _one_line(text: str, length: int) -> str:
+    """Returns the start of a text in one line, without control characters and unpaired surrogates."""
+    line = ' '.join(text.split())[:length]
+    return ''.join(letter if letter.isprintable() else '?' for letter in line)
 
 
 def import_directory(name: str, *, kind: str) -> str | None:

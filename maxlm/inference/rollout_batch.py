@@ -95,20 +95,19 @@ def make_proximal(config: Config, layout: Layout) -> Callable[[Params, Batch], n
     return proximal
 
 
-def gather_scores(scores: Scores, count: int) -> dict[str, np.ndarray]:
-    """Returns rewards float32 [N] by key: '' for the total, and the name of each component. Equal on all processes.
+def gather_scores(scores: Scores, count: int) -> Scores:
+    """Returns the scores of all responses, equal on all processes.
 
     Args:
         scores: scores of the responses in `scored_rows` of this process.
         count: N.
     """
-    found = {'': scores.rewards, **scores.components}
     if jax.process_count() == 1:
-        return found
+        return scores
     share = -(-count // jax.process_count())
-    padded = {name: np.pad(values, (0, share - len(values))) for name, values in found.items()}
+    padded = jax.tree.map(lambda values: np.pad(values, (0, share - len(values))), scores)
     gathered = multihost_utils.process_allgather(padded, tiled=True)
-    return {name: np.asarray(values)[:count] for name, values in gathered.items()}
+    return jax.tree.map(lambda values: np.asarray(values)[:count], gathered)
 
 
 def scored_rows(count: int) -> slice:

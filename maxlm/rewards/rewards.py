@@ -29,8 +29,6 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from maxlm.config.user_function import FUNCTION_NAME, is_function_name, load_function
 from maxlm.errors import InputError
 from maxlm.log import logger
@@ -44,7 +42,8 @@ Task = Mapping[str, Any]
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
-MAX_REWARD = float(np.finfo(np.float32).max)
+# Sums and variances of rewards in float32 must be finite.
+MAX_REWARD = 1e9
 
 
 def require_key(task: Task, key: str, reward: str) -> Any:
@@ -119,7 +118,8 @@ def length(response: str, task: Task) -> float:
     return -min(1.0, max(0.0, len(response) / target - 1))
 
 
-BatchReward = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], list[float]]
+# Returns None for a response whose reward failed.
+BatchReward = Callable[[Sequence[str], Sequence[Task], SandboxPool | None], Sequence[float | None]]
 
 
 def per_response(function: Callable[[str, Task], float]) -> BatchReward:
@@ -168,11 +168,11 @@ def user_reward(name: str) -> BatchReward:
     """Returns the reward `package.module:function` of the user.
 
     The function is called as `function(response, prompt)`: the text of the response, and a copy of the line of the
-    prompts file as a dict. It returns a finite number.
+    prompts file as a dict. It returns a number of at most `MAX_REWARD` in magnitude.
 
     Raises:
         InputError: the function cannot be imported. The returned reward raises UserRewardError if the function raises
-            an exception or returns anything but a finite number.
+            an exception or returns anything but such a number.
     """
     function = load_function(**user_function(name)._asdict())
     return per_response(
@@ -188,20 +188,21 @@ def user_function(name: str) -> UserFunction:
 def sandboxed_reward(name: str, functions: FunctionPool, *, is_check: bool) -> BatchReward:
     """Returns a reward of the user that runs in the sandbox, see `user_reward`.
 
-    A response must not be able to stop a run, so a call that fails has the reward 0, and one warning counts these
-    calls. With `is_check`, it raises UserRewardError instead.
+    A response must not be able to stop a run, so a call that fails has no reward, and one warning counts these calls.
+    With `is_check`, it raises UserRewardError instead.
     """
 
-    def reward(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
+    def reward(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float | None]:
         calls = [FunctionCall(name, (response, dict(task))) for response, task in zip(responses, tasks, strict=True)]
-        values, errors = [], []
+        values: list[float | None] = []
+        errors = []
         for result, task in zip(functions.call(calls), tasks, strict=True):
             try:
                 values.append(_value(name, result, task))
             except UserRewardError as error:
                 if is_check:
                     raise
-                values.append(0.0)
+                values.append(None)
                 errors.append(str(error))
         if errors:
             logger.warning(f'{len(errors)} of {len(calls)} responses get reward 0: {errors[0]}')
@@ -213,10 +214,9 @@ def sandboxed_reward(name: str, functions: FunctionPool, *, is_check: bool) -> B
 def _value(name: str, result: FunctionResult, task: Task) -> float:
     if result.error:
         raise UserRewardError(f'the reward {name} {result.error}; fix the function', task)
-    # Rewards are stored as float32.
     if result.number is not None and -MAX_REWARD <= result.number <= MAX_REWARD:
         return result.number
-    raise UserRewardError(f'the reward {name} returned {result.text[:80]!r}; return a finite float', task)
+    raise UserRewardError(f'the reward {name} returned {result.text[:80]!r}; return a number from -1e9 to 1e9', task)
 
 
 def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: bool = False) -> BatchReward:
@@ -234,10 +234,17 @@ def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: b
 
 
 class Score(NamedTuple):
-    """Total reward of one response, and the unweighted value of each reward by name."""
+    """Reward of one response.
+
+    Attributes:
+        total: weighted sum.
+        components: unweighted value of each reward by name; 0 if it failed.
+        is_failed: True if a reward failed.
+    """
 
     total: float
     components: dict[str, float]
+    is_failed: bool = False
 
 
 class RewardSum(NamedTuple):
@@ -267,9 +274,13 @@ class RewardSum(NamedTuple):
         Raises:
             InputError: a reward fails or a task lacks a key that it requires.
         """
-        columns = {name: find_reward(name, functions)(responses, tasks, pool) for name in self.weights}
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return [Score(sum(self.weights[name] * value for name, value in row.items()), row) for row in rows]
+        columns = [find_reward(name, functions)(responses, tasks, pool) for name in self.weights]
+        scores = []
+        for values in zip(*columns, strict=True):
+            row = {name: value or 0.0 for name, value in zip(self.weights, values, strict=True)}
+            total = sum(self.weights[name] * value for name, value in row.items())
+            scores.append(Score(total, row, None in values))
+        return scores
 
 
 WEIGHT = r'(\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+)\s*\*\s*'

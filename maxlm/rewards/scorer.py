@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rewards.code_task import sandbox_jobs
@@ -34,10 +35,23 @@ class Scores(NamedTuple):
     Attributes:
         rewards: float32 [N].
         components: unweighted values of each reward by name, float32 [N].
+        failed: 1 if a reward of the user in the sandbox failed for the response, else 0, float32 [N].
     """
 
     rewards: np.ndarray
     components: dict[str, np.ndarray]
+    failed: np.ndarray
+
+    def metrics(self, config: GrpoConfig) -> dict[str, float]:
+        """Returns the metrics of a rollout, whose responses to the same prompt are consecutive."""
+        groups_PS = self.rewards.reshape(-1, config.num_generations)
+        return {
+            'rollout/reward': float(self.rewards.mean()),
+            'rollout/reward_std': float(groups_PS.std(axis=1).mean()),
+            **{f'rollout/reward/{name}': float(part.mean()) for name, part in self.components.items()},
+            'rollout/frac_reward_zero_std': float((np.ptp(groups_PS, axis=1) == 0).mean()),
+            **({'rollout/reward_errors': float(self.failed.mean())} if config.sandbox_functions else {}),
+        }
 
 
 class RewardScorer:
@@ -104,10 +118,11 @@ class RewardScorer:
         )
         by_key: dict[tuple[str, int], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
-        components = {
-            name: np.array([score.components[name] for score in scores], np.float32) for name in total.weights
-        }
-        return Scores(np.array([score.total for score in scores], np.float32), components)
+        return Scores(
+            np.array([score.total for score in scores], np.float32),
+            {name: np.array([score.components[name] for score in scores], np.float32) for name in total.weights},
+            np.array([score.is_failed for score in scores], np.float32),
+        )
 
 
 def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = None) -> None:

@@ -76,7 +76,7 @@ def init_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
 
     def program() -> None:
         os.closerange(CHANNEL + 1 if command['tested'] else CHANNEL, MAX_DESCRIPTORS)
-        confinement.enter(limits, folder, is_program=True)
+        confinement.enter(limits, folder, is_program=True, has_tests=command['tested'])
         run_text(command['text'], Channel(CHANNEL) if command['tested'] else None, folder)
 
     pid = fork(program)
@@ -101,7 +101,7 @@ def tests_process(confinement: Confinement, descriptors: list[int]) -> NoReturn:
     limits = SandboxLimits(**command['limits'])
     folder = confinement.new_folder(limits, command['folder'])
     # The CPU limit is for the program. Tests are limited by the wall time only.
-    confinement.enter(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False)
+    confinement.enter(limits._replace(cpu_seconds=limits.wall_seconds), folder, is_program=False, has_tests=True)
 
     def report(line: list) -> None:
         os.write(REPORT, json.dumps(line).encode() + b'\n')

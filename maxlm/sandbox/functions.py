@@ -2,8 +2,9 @@
 
 Each call runs in its own process with the guarantees and limits of `maxlm.sandbox.pool`. In addition to Python's files,
 it can read the installed packages and the directories from which the functions are imported. Workers import the
-functions once, before the first call. A function is trusted, its arguments are not: a function that executes its
-arguments may return what they want.
+functions once, before the first call. A function is trusted, its arguments are not. A function that executes its
+arguments shares its process with them. They can then choose the number, the text or the error of the result, but
+nothing else: `read_result` validates each result.
 
     with FunctionPool([UserFunction('my_rewards:brevity', 'reward', ('response', 'prompt'))]) as functions:
         results = functions.call([FunctionCall('my_rewards:brevity', ('a b', {'max_words': 1}))])
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +24,8 @@ from maxlm.config.user_function import import_directory
 from maxlm.errors import InputError
 from maxlm.sandbox.limits import MIB, SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxJob, SandboxPool
-from maxlm.sandbox.program.function_call import PROGRAM, FunctionResult
+from maxlm.sandbox.program.function_call import PROGRAM, FunctionResult, read_result
 from maxlm.sandbox.python_paths import package_folders
-from maxlm.storage.json_text import parse_json
 
 
 class UserFunction(NamedTuple):
@@ -92,17 +93,18 @@ class FunctionPool:
     def call(self, calls: Sequence[FunctionCall]) -> list[FunctionResult]:
         """Calls functions in parallel and returns their results in the same order.
 
-        A call that exceeds a limit or whose process dies has an `error`.
+        A call that exceeds a limit, whose process dies, or whose process writes no valid result has an `error`.
         """
-        jobs = [SandboxJob(PROGRAM, stdin=json.dumps(call._asdict())) for call in calls]
-        return [self._result(result) for result in self._pool.run_many(jobs)]
+        token = secrets.token_hex(16)
+        jobs = [SandboxJob(PROGRAM, stdin=json.dumps({**call._asdict(), 'token': token})) for call in calls]
+        return [self._result(result, token) for result in self._pool.run_many(jobs)]
 
-    def _result(self, result: ExecutionResult) -> FunctionResult:
-        if result.status == 'passed':
+    def _result(self, result: ExecutionResult, token: str) -> FunctionResult:
+        if result.status == 'passed' and result.stdout:
             try:
-                return FunctionResult(*parse_json(result.stdout.rstrip().rpartition('\n')[2]))
-            except (ValueError, TypeError):
-                pass
+                return read_result(result.stdout, token)
+            except ValueError as error:
+                return FunctionResult(error=f'has an invalid result in the sandbox: {error}')
         limits = self._pool.limits
         return FunctionResult(
             error={

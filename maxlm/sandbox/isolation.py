@@ -42,8 +42,9 @@ MOUNT_POINTS = ('/mnt', '/media', '/srv', '/opt', '/tmp')
 WORK_FOLDERS = ('/tmp', '/sandbox')
 # User ids without an account. Random ids isolate a program from leftovers of earlier programs.
 FIRST_USER, NUM_USERS = 0x40000000, 1 << 28
-# Number of sandbox processes, which count toward the process limit if all processes have the same user.
-OWN_PROCESSES = 8
+# Number of sandbox processes for each program: worker, server, monitor and init process. They count toward the process
+# limit if all processes have the same user.
+OWN_PROCESSES = 4
 PENDING_SIGNALS = 64
 
 
@@ -184,10 +185,18 @@ class Confinement:
         syscalls.mount('tmpfs', self.work_folder, 'tmpfs', syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
         return self.work_folder
 
-    def enter(self, limits: SandboxLimits, folder: str, *, is_program: bool) -> None:
+    def other_processes(self, limits: SandboxLimits, *, is_program: bool, has_tests: bool) -> int:
+        """Returns the number of processes, except this one and its descendants, that the kernel's limit counts."""
+        if self.users:
+            return 0
+        known = OWN_PROCESSES + (has_tests if is_program else limits.processes)
+        # The limit of a user namespace counts only the processes in it.
+        return known if 'user namespace' in self.enabled else max(known, user_processes() - 1)
+
+    def enter(self, limits: SandboxLimits, folder: str, *, is_program: bool, has_tests: bool) -> None:
         """Isolates this process permanently: no privileges, limits, one directory. Raises IsolationError on failure."""
         os.chdir(folder)
-        set_limits(limits, own_processes=0 if self.users else OWN_PROCESSES)
+        set_limits(limits, other_processes=self.other_processes(limits, is_program=is_program, has_tests=has_tests))
         if not sys.platform.startswith('linux'):
             return
         if self.users:
@@ -244,16 +253,15 @@ def user_processes() -> int:
     return count
 
 
-def set_limits(limits: SandboxLimits, *, own_processes: int) -> None:
+def set_limits(limits: SandboxLimits, *, other_processes: int) -> None:
     """Sets the resource limits (rlimits) of this process."""
     cpu = math.ceil(limits.cpu_seconds)
-    processes = limits.processes + (own_processes and own_processes + user_processes())
     rlimits = {
         'RLIMIT_CPU': (cpu, cpu + 1),
         'RLIMIT_AS': limits.memory_bytes,
         'RLIMIT_FSIZE': limits.file_bytes,
         'RLIMIT_NOFILE': limits.open_files,
-        'RLIMIT_NPROC': processes,
+        'RLIMIT_NPROC': limits.processes + other_processes,
         'RLIMIT_CORE': 0,
         'RLIMIT_MEMLOCK': 0,
         'RLIMIT_MSGQUEUE': 0,
@@ -297,7 +305,7 @@ def probe_once(confinement: Confinement, writer: int) -> NoReturn:
     message = '\nthe probe process failed'
     try:
         folder = confinement.new_folder(SandboxLimits(), confinement.folder)
-        confinement.enter(SandboxLimits(), folder, is_program=True)
+        confinement.enter(SandboxLimits(), folder, is_program=True, has_tests=False)
         message = 'ok\n'
         with open(os.__file__, 'rb') as file:
             file.read(1)

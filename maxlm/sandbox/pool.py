@@ -45,6 +45,7 @@ from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.process.interpreter import HEADER, kill, receive, send, start_interpreter
+from maxlm.storage.json_text import parse_json
 
 # Guarantee → alternative sets of mechanisms that provide it.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -203,7 +204,7 @@ class SandboxWorker:
         """Reads a chunk of the response and returns the result once it is complete, else None.
 
         Raises:
-            EOFError: the worker has died.
+            EOFError: the worker has died, or its message is invalid.
             OSError: the worker has died.
         """
         chunk = self.connection.recv(1 << 20)
@@ -213,7 +214,10 @@ class SandboxWorker:
         size = HEADER.size
         if len(self.buffer) < size or len(self.buffer) < size + HEADER.unpack(self.buffer[:size])[1]:
             return None
-        return ExecutionResult(**json.loads(self.buffer[size:]))
+        try:
+            return ExecutionResult(**parse_json(bytes(self.buffer[size:])))
+        except (ValueError, TypeError) as error:
+            raise EOFError(f'the worker sent an invalid message: {error}') from None
 
     def stop(self, *, immediately: bool = False) -> None:
         """Stops the worker and all its processes. Unless `immediately`, it has time to exit by itself."""

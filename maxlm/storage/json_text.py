@@ -17,7 +17,7 @@ def parse_json(text: str | bytes) -> Any:
         text: JSON, as a string or as UTF-8 bytes.
 
     Raises:
-            ValueError: the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
+        ValueError: the text is not UTF-8, is not JSON, or nests arrays and objects deeper than `MAX_DEPTH`.
     """
     decoded = text if isinstance(text, str) else text.decode('utf-8')
     try:

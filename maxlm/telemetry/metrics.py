@@ -148,6 +148,9 @@ METRICS: dict[str, Metric] = {
     'rollout/reward': Metric('', 'mean reward'),
     'rollout/reward_std': Metric('', 'standard deviation of the rewards in a group, averaged over groups'),
     'rollout/reward/*': Metric('', 'mean of one component of a sum of rewards'),
+    'rollout/reward_errors': Metric(
+        '', 'fraction of responses for which a reward in the sandbox of grpo.sandbox_functions failed'
+    ),
     'rollout/frac_reward_zero_std': Metric(
         '', 'fraction of groups whose responses all have the same reward and give no gradient'
     ),

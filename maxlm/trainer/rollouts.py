@@ -208,8 +208,8 @@ class RolloutBatches(BatchSource):
             if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
                 wait([following])
-            found = gather_scores(scores, rows)
-            rewards_N = found['']
+            scores = gather_scores(scores, rows)
+            rewards_N = scores.rewards
             batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
@@ -217,12 +217,8 @@ class RolloutBatches(BatchSource):
         local = layout.local_rows(config.train.global_batch_size)
         for order in step_rows(config, number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
-        groups = rewards_N.reshape(-1, grpo.num_generations)
         metrics = {
-            'rollout/reward': float(rewards_N.mean()),
-            'rollout/reward_std': float(groups.std(axis=1).mean()),
-            **{f'rollout/reward/{name}': float(part.mean()) for name, part in found.items() if name},
-            'rollout/frac_reward_zero_std': float((np.ptp(groups, axis=1) == 0).mean()),
+            **scores.metrics(grpo),
             'rollout/mean_length': float(responses.num_B.mean()),
             'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
@@ -358,7 +354,7 @@ class RolloutBatches(BatchSource):
 
     def _rewards(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> np.ndarray:
         """Returns the rewards of all responses, float32 [N]."""
-        return gather_scores(self._scores(prompts, texts, tasks, reward), len(texts))['']
+        return gather_scores(self._scores(prompts, texts, tasks, reward), len(texts)).rewards
 
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:

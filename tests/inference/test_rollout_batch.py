@@ -121,7 +121,7 @@ def test_each_process_scores_its_share(monkeypatch):
     texts, tasks = [f'{number}' for number in range(5)], [{'answer': str(n % 2)} for n in range(5)]
     with RewardScorer('numeric') as scorer:
         expected = gather_scores(scorer.score(texts[scored_rows(5)], tasks[scored_rows(5)]), 5)
-        assert expected[''].tolist() == [1, 1, 0, 0, 0]
+        assert expected.rewards.tolist() == [1, 1, 0, 0, 0]
         shares = []
         monkeypatch.setattr(jax, 'process_count', lambda: 2)
         for process in range(2):
@@ -131,8 +131,8 @@ def test_each_process_scores_its_share(monkeypatch):
                 types.SimpleNamespace(process_allgather=lambda tree, tiled: shares.append(tree) or tree),
             )
             gather_scores(scorer.score(texts[scored_rows(5)], tasks[scored_rows(5)]), 5)
-    assert [len(share['']) for share in shares] == [3, 3]
-    assert [*shares[0][''], *shares[1]['']][:5] == expected[''].tolist()
+    assert [len(share.rewards) for share in shares] == [3, 3]
+    assert [*shares[0].rewards, *shares[1].rewards][:5] == expected.rewards.tolist()
 
 
 def test_truncated_response_fits():

@@ -145,8 +145,8 @@ def test_a_reward_of_the_user_is_part_of_a_sum(tmp_path, monkeypatch):
     ('body', 'message'),
     [
         ('return {}[response]', "raised KeyError: '0' at .*py:2; fix the function"),
-        ('pass', "returned 'None'; return a finite float"),
-        ('return "1"', "returned '1'; return a finite float"),
+        ('pass', "returned 'None'; return a number from -1e9 to 1e9"),
+        ('return "1"', "returned '1'; return a number from -1e9 to 1e9"),
         ('return float("nan")', "returned 'nan'"),
         ('return float("-inf")', "returned '-inf'"),
         ('return 10**400', "returned '1000"),
@@ -199,6 +199,7 @@ def test_rewards_of_the_user_in_the_sandbox(tmp_path, monkeypatch, caplog):
             check_tasks(prompts_of({'value': 1}), name, functions)
     assert scores.components[name].tolist() == [3.0, 0.0, 0.0, 0.0, 3.0]
     assert scores.rewards[0] == 1.5
+    assert scores.failed.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0]
     assert 'seen' not in task
     assert f'3 of 4 responses get reward 0: the reward {name} ' in caplog.text
     # The module is not imported in this process.

@@ -41,7 +41,50 @@ def leave():
     raise SystemExit(0)
 def fail():
     raise ValueError('no\\nway')
+def execute(text):
+    exec(text)
+    return 0.5
 """
+ALL_DESCRIPTORS = 'import os\nfor n in range(64):\n    try: os.write(n, b\'[1.0, "", ""]\')\n    except OSError: pass\n'
+INVALID = 'has an invalid result in the sandbox: '
+ENDED = 'ended its process in the sandbox (exit code '
+# Texts that `execute` runs → the beginning of the error; '' if the result is that of the function.
+FORGERIES = {
+    'import os; os.write(1, b\'[1.0, "", ""]\'); os._exit(0)': f'{ENDED}0)',
+    'import sys; print([1.0, "", ""]); sys.__stdout__.flush(); __import__("os")._exit(0)': f'{ENDED}0)',
+    f'{ALL_DESCRIPTORS}os._exit(0)': f'{INVALID}the output must begin with the token',
+    ALL_DESCRIPTORS: f'{INVALID}the output must begin with the token',
+    f'import atexit\natexit.register(exec, {ALL_DESCRIPTORS!r})': '',
+    'import os; os.fork()': INVALID,
+    'import os, time\nif os.fork() == 0:\n    time.sleep(0.1)\n    os.write(1, b"[]")\n    os._exit(0)': '',
+    'import os; os.close(1); os.close(2)': '',
+    'import os; os.dup2(os.open("f", os.O_CREAT | os.O_WRONLY), 1); print("x")': '',
+    'import os; os.closerange(0, 64)': ENDED,
+    'import os; os.kill(os.getpid(), 9)': f'{ENDED}-9)',
+    'import os; os.kill(os.getpid(), 15)': f'{ENDED}-15)',
+    'import os; os.abort()': f'{ENDED}-6)',
+    'import ctypes; ctypes.string_at(0)': f'{ENDED}-11)',
+    'import os; os._exit(256 + 7)': f'{ENDED}7)',
+    'raise KeyboardInterrupt': f'{ENDED}1)',
+    'import sys; sys.exit("[1.0]")': 'raised SystemExit: [1.0] at <string>:1',
+    'f = lambda f: f(f)\nf(f)': 'raised RecursionError: ',
+    'class E(Exception):\n    __str__ = None\nraise E': 'raised E at <string>:3',
+    'raise Exception("\\x1b[2J\\ud800\\r\\n\\0 x")': 'raised Exception: ?[2J? ? x at <string>:1',
+    'raise type("E" * 10000, (Exception,), {})': f'raised {"E" * 100} at',
+    'print("x" * (2 << 20))': 'printed more than 1 MiB in the sandbox',
+    'import sys; sys.stdout = sys.stderr = None': '',
+    'import sys; sys.stdout.close()': '',
+    'import json; json.dumps = lambda *_: "[5]"': f'{INVALID}the result must be a list',
+    'import json; json.dumps = lambda *_: "[" * 10000': f'{INVALID}arrays or objects are nested deeper',
+    'import json; json.dumps = lambda *_: "[1," * 300000': f'{INVALID}arrays or objects are nested deeper',
+    'import json; json.dumps = lambda *_: "9" * 10000': f'{INVALID}Exceeds the limit',
+}
+# Executed texts that choose the result. The documentation says so.
+CHOSEN = (
+    'import json; json.dumps = lambda *_: \'[1.0, "", ""]\'',
+    'import os, sys\nframe = sys._getframe()\nwhile "call" not in frame.f_locals: frame = frame.f_back\n'
+    'os.write(frame.f_locals["output"], (frame.f_locals["call"]["token"] + \' [1.0, "", ""]\').encode())\nos._exit(0)',
+)
 NAMES = ('add', 'describe', 'read', 'write', 'connect', 'environment', 'sleep', 'allocate', 'die', 'leave', 'fail')
 
 
@@ -90,9 +133,23 @@ def test_functions_have_no_access_to_this_machine(pool, module):
 def test_limits_and_exceptions_are_errors_of_the_call(pool):
     assert pool('sleep').error == 'exceeded 20 s of CPU time or 1 s in the sandbox'
     assert pool('allocate').error.startswith('raised MemoryError')
-    for name in ('die', 'leave'):
-        assert pool(name).error == 'ended its process in the sandbox (exit code 0)'
+    assert pool('die').error == 'ended its process in the sandbox (exit code 0)'
+    assert re.fullmatch(r'raised SystemExit: 0 at .*\.py:26', pool('leave').error)
     assert re.fullmatch(r'raised ValueError: no way at .*\.py:28', pool('fail').error)
+
+
+@pytest.mark.parametrize('text', FORGERIES, ids=range(len(FORGERIES)))
+def test_an_executed_text_without_the_token_is_a_failed_call(pool, text):
+    result, error = pool('execute', text), FORGERIES[text]
+    if error:
+        assert result.error.startswith(error)
+    else:
+        assert result == (0.5, '0.5', '')
+
+
+@pytest.mark.parametrize('text', CHOSEN)
+def test_an_executed_text_can_choose_the_result(pool, text):
+    assert pool('execute', text) == (1.0, '', '')
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,28 @@ def test_limits_apply_to_one_program(pool):
     assert pool.run(job).status == 'passed'
 
 
+COUNT_FORKS = """import os, time
+count = 1
+try:
+    while count < 100:
+        if os.fork() == 0:
+            time.sleep(60)
+        count += 1
+except OSError:
+    print(count, flush=True)
+"""
+
+
+@pytest.mark.parametrize('without', [(), ('root',), ('root', 'process namespace')])
+def test_the_number_of_processes_is_exact(without):
+    tested = SandboxJob(f'{COUNT_FORKS}def number(): return count', tests='assert number() == 16')
+    few = SandboxJob(COUNT_FORKS, limits=LIMITS._replace(processes=3))
+    with SandboxPool(2, limits=LIMITS, without=without, required=['processes']) as pool:
+        results = pool.run_many([SandboxJob(COUNT_FORKS), tested, few])
+    assert [result.stdout for result in results] == ['16\n', '16\n', '3\n']
+    assert results[1].status == 'passed'
+
+
 @pytest.mark.parametrize('field', SandboxLimits._fields)
 @pytest.mark.parametrize('value', [0, -1, float('nan'), float('inf'), True, '1', None])
 def test_a_limit_is_a_positive_number(field, value):

@@ -20,8 +20,9 @@ HEADER = struct.Struct('>cQ')
 # Kinds of requests to a limited process, and of its responses.
 REQUEST, FORK, END = b'Q', b'K', b'E'
 RESULT, REFUSED, FAILED, NO_MEMORY, TOO_LONG = b'R', b'I', b'F', b'M', b'L'
-# No site packages, no user directory and no directory of a script. The environment is given.
-_PYTHON = (sys.executable, '-s', '-S', '-P', '-B', '-c')
+# No site packages, no user directory and no directory of a script. The environment is given. Output is not buffered,
+# because a fork would write what the buffers contain.
+_PYTHON = (sys.executable, '-s', '-S', '-P', '-B', '-u', '-c')
 _BOOTSTRAP = (
     'import importlib, json, socket, sys; module, name, descriptor, path, *arguments = sys.argv[1:]; '
     'sys.path[:0] = json.loads(path); '

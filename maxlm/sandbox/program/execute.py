@@ -98,8 +98,9 @@ def exit_interpreter(code: int) -> NoReturn:
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
     except BaseException as error:
         print_traceback(error)
         code = code or EXIT_ERROR
