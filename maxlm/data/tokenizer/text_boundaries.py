@@ -48,6 +48,9 @@ BY_NAME = 'the names in tokenizer.json'
 # Texts of which at least one has a token in most vocabularies.
 _PROBES = ('a', '0', 'A', '一', ' ')
 
+# Maximum number of tokens before each text. Published tokenizers have at most 2.
+_MAX_PREFIX = 64
+
 
 class TextBoundaries(NamedTuple):
     """Tokens at the beginning and the end of a text.
@@ -259,7 +262,13 @@ def added_prefix(library: tokenizers.Tokenizer) -> tuple[int, ...]:
         # The mask is 1 for tokens that the post-processor adds.
         mask = encoding.special_tokens_mask
         if 0 in mask:
-            return tuple(encoding.ids[: mask.index(0)])
+            count = mask.index(0)
+            if count > _MAX_PREFIX:
+                raise InputError(
+                    f'the post_processor of the tokenizer puts {count:,} tokens before a text; at most {_MAX_PREFIX} '
+                    'are supported; use another tokenizer'
+                )
+            return tuple(encoding.ids[:count])
     return ()
 
 
