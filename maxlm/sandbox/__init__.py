@@ -1,1 +1,1 @@
-"""Runs untrusted Python programs with resource limits."""
+"""Runs untrusted Python programs, and trusted functions of untrusted input, with resource limits."""

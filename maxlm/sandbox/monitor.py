@@ -8,18 +8,17 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from typing import Any, NoReturn
 
 from maxlm.sandbox import cgroup, fork
 from maxlm.sandbox.files import exceeds_limits, remove
 from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
+from maxlm.sandbox.limited_process import receive, send
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
-# Message between a pool and its worker: a tag for requests with tests, the length, and JSON.
-HEADER = struct.Struct('>cI')
+# Kinds of messages between a pool and its worker: requests with tests, and others.
 PLAIN, TESTED = b'P', b'T'
 WATCH_SECONDS = 0.05
 # Time for the tests to report and for pipes to close after the program was stopped.
@@ -303,27 +302,5 @@ def monitor_next(
     has_tests = connection.recv(1, socket.MSG_PEEK) == TESTED
     process_monitor = ProcessMonitor(confinement, tree, cgroup_parent, has_tests)
     _, request = receive(connection)
-    send(connection, PLAIN, process_monitor.run(request, connection))
+    send(connection, PLAIN, json.dumps(process_monitor.run(json.loads(request), connection)).encode())
     os._exit(0)
-
-
-def send(connection: socket.socket, kind: bytes, message: dict[str, Any]) -> None:
-    """Sends one message."""
-    data = json.dumps(message).encode()
-    connection.sendall(HEADER.pack(kind, len(data)) + data)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """Receives one message. Raises EOFError if the connection is closed."""
-
-    def read_exactly(length: int) -> bytes:
-        data = bytearray()
-        while len(data) < length:
-            chunk = connection.recv(min(length - len(data), 1 << 20))
-            if not chunk:
-                raise EOFError('the connection is closed')
-            data += chunk
-        return bytes(data)
-
-    kind, length = HEADER.unpack(read_exactly(HEADER.size))
-    return kind, json.loads(read_exactly(length))

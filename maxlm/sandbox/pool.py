@@ -28,12 +28,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
-import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -46,6 +43,7 @@ import maxlm
 from maxlm.errors import InputError
 from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
+from maxlm.sandbox.limited_process import HEADER, kill, receive, send, start_interpreter
 from maxlm.sandbox.limits import SandboxLimits
 
 # Guarantee → alternative sets of mechanisms that provide it.
@@ -68,13 +66,8 @@ MECHANISMS = (
     *('root', 'mount namespace', 'network namespace', 'ipc namespace', 'process namespace', 'own user'),
     *('user namespace', 'landlock', 'seccomp', 'cgroup', 'memory watch'),
 )
-# No site packages, no user directory and no PYTHON… variables, except a fixed hash seed for a constant order of sets.
-INTERPRETER_OPTIONS = ('-s', '-S', '-P', '-B')
+# A fixed hash seed for a constant order of sets.
 ENVIRONMENT = {'PYTHONHASHSEED': '0', 'LANG': 'C.UTF-8'}
-BOOTSTRAP = (
-    'import sys; sys.path.insert(0, sys.argv[1]); from maxlm.sandbox.worker import main; '
-    'sys.path.pop(0); main(sys.argv[2:])'
-)
 START_SECONDS = 60.0
 # Additional time that a worker has beyond the wall time of its program, on a loaded machine.
 GRACE_SECONDS = 20.0
@@ -166,19 +159,12 @@ class SandboxWorker:
 
     def __init__(self, settings: str):
         """Starts the process with JSON settings. Call `wait` before sending programs."""
-        self.connection, child_socket = socket.socketpair()
-        root = str(Path(maxlm.__file__).parent.parent)
-        with child_socket:
-            self.process = subprocess.Popen(
-                [sys.executable, *INTERPRETER_OPTIONS, '-c', BOOTSTRAP, root, str(child_socket.fileno()), settings],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[child_socket.fileno()],
-                env=ENVIRONMENT,
-                cwd='/',
-                start_new_session=True,
-            )
+        self.process, self.connection = start_interpreter(
+            'maxlm.sandbox.worker:main',
+            settings,
+            path=[str(Path(maxlm.__file__).parent.parent)],
+            environment=ENVIRONMENT,
+        )
         self.folder: str | None = None
         self.deadline = 0.0
         self.buffer = bytearray()
@@ -192,7 +178,7 @@ class SandboxWorker:
         """
         self.connection.settimeout(START_SECONDS)
         try:
-            _, hello = monitor.receive(self.connection)
+            hello = json.loads(receive(self.connection)[1])
         except (EOFError, OSError) as error:
             self.stop(immediately=True)
             raise RuntimeError(f'a sandbox worker did not start: {error}') from None
@@ -209,7 +195,7 @@ class SandboxWorker:
         kind = monitor.TESTED if program.tests.strip() else monitor.PLAIN
         request = {**program._asdict(), 'limits': limits._asdict()}
         self.connection.settimeout(START_SECONDS)
-        monitor.send(self.connection, kind, request)
+        send(self.connection, kind, json.dumps(request).encode())
         self.deadline = time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         self.buffer.clear()
 
@@ -224,8 +210,8 @@ class SandboxWorker:
         if not chunk:
             raise EOFError('the worker has died')
         self.buffer += chunk
-        size = monitor.HEADER.size
-        if len(self.buffer) < size or len(self.buffer) < size + monitor.HEADER.unpack(self.buffer[:size])[1]:
+        size = HEADER.size
+        if len(self.buffer) < size or len(self.buffer) < size + HEADER.unpack(self.buffer[:size])[1]:
             return None
         return ExecutionResult(**json.loads(self.buffer[size:]))
 
@@ -235,9 +221,7 @@ class SandboxWorker:
         if not immediately:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_SECONDS)
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        kill(self.process)
         if self.folder is not None:
             remove(self.folder)
 

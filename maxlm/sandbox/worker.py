@@ -27,6 +27,7 @@ from maxlm.sandbox import cgroup, monitor, syscalls
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.fork import MAX_DESCRIPTORS
 from maxlm.sandbox.isolation import Confinement, probe
+from maxlm.sandbox.limited_process import send
 from maxlm.sandbox.process_tree import ProcessTree, reap
 from maxlm.sandbox.program.function_call import SINGLE_THREAD
 
@@ -39,10 +40,11 @@ PRELOADED_MODULES = (
 EXIT_CLOSED = 3
 
 
-def main(arguments: list[str]) -> NoReturn:
-    """Serves requests on the socket `arguments[0]` with JSON settings `arguments[1]` until the pool closes it."""
-    connection = socket.socket(fileno=int(arguments[0]))
-    settings = json.loads(arguments[1])
+def main(connection: socket.socket, given: str) -> NoReturn:
+    """Serves requests on the socket with the settings `given`, as JSON, until the pool closes it."""
+    settings = json.loads(given)
+    # Programs find no modules of this package.
+    del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_DESCRIPTORS, hard))
@@ -78,7 +80,7 @@ def main(arguments: list[str]) -> NoReturn:
         mechanisms += ['memory watch'] if tree is not None else []
         hello = {'has': mechanisms, 'refused': refused, 'folder': folder}
     except Exception as error:
-        monitor.send(connection, monitor.PLAIN, {'failed': f'{type(error).__name__}: {error}', 'folder': folder})
+        report(connection, {'failed': f'{type(error).__name__}: {error}', 'folder': folder})
         raise SystemExit(1) from error
     gc.collect()
     gc.freeze()
@@ -90,6 +92,11 @@ def main(arguments: list[str]) -> NoReturn:
     if folder is not None:
         remove(folder)
     os._exit(0)
+
+
+def report(connection: socket.socket, hello: dict) -> None:
+    """Sends the first message of the worker, with its guarantees or the reason that it cannot run programs."""
+    send(connection, monitor.PLAIN, json.dumps(hello).encode())
 
 
 def import_functions(settings: dict) -> dict:
@@ -119,7 +126,7 @@ def serve(
     if sys.platform.startswith('linux'):
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, 'prctl')
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, 'prctl')
-    monitor.send(connection, monitor.PLAIN, hello)
+    report(connection, hello)
     while connection.recv(1, socket.MSG_PEEK):
         pid = os.fork()
         if pid == 0:

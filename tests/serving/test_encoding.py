@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from maxlm.data.chat.template import CHATML, ChatTemplate
-from maxlm.data.chat.template_process import RenderLimits
 from maxlm.errors import EXIT_DONE
+from maxlm.sandbox.limited_process import ProcessLimits
 from maxlm.serving.limits import ServerLimits
 from tests.conftest import ROOT
 from tests.serving.fake_engine import FakeEngine, served_by
@@ -211,7 +211,7 @@ def test_a_template_without_an_end(start):
         "{% if messages[0].content == 'go' %}" + '{% for i in range(99999) %}' * 3 + '{% endfor %}' * 3 + '{% endif %}'
     )
     server, _ = start(lambda given: False)
-    template = ChatTemplate(source + CHATML, name='test', limits=RenderLimits(cpu_seconds=0.1))
+    template = ChatTemplate(source + CHATML, name='test', limits=ProcessLimits(cpu_seconds=0.1))
     server.running.service.served.chat.template = template
     refused = post(server, {'messages': [{'role': 'user', 'content': 'go'}]}, CHAT)
     assert refused.status_code == 400
@@ -235,6 +235,7 @@ def test_a_stuck_encoder_does_not_block_shutdown(start):
 PROGRAM = """
 import re, sys, threading, time
 import maxlm.serving.server as running
+from maxlm.sandbox.limited_process import ProcessLimits
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, served_by
 running._END_SECONDS = 1

@@ -14,9 +14,10 @@ from typing import Any
 
 from maxlm.data.chat.jinja import JinjaTemplate
 from maxlm.data.chat.rendered import ChatError, Rendered
-from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits
+from maxlm.data.chat.template_process import RemoteTemplate
 from maxlm.data.documents.messages import Message
 from maxlm.errors import InputError, os_message
+from maxlm.sandbox.limited_process import ProcessLimits
 from maxlm.storage.regular_files import read_text
 
 # OpenAI's ChatML, with tool calls in the format of Hermes and Qwen.
@@ -103,7 +104,7 @@ class ChatTemplate:
         has_generation: True if the template marks assistant messages with `{% generation %}`.
     """
 
-    def __init__(self, source: str, *, name: str, limits: RenderLimits | None = None):
+    def __init__(self, source: str, *, name: str, limits: ProcessLimits | None = None):
         """Compiles a template.
 
         Args:

@@ -1,22 +1,20 @@
 """Tests that endless loops, unbounded memory and deep nesting in untrusted templates are one-line errors."""
 
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from maxlm.data.chat.jinja import ChatError, JinjaTemplate
 from maxlm.data.chat.template import CHATML, ChatTemplate, set_variables
-from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _renderer
+from maxlm.data.chat.template_process import RemoteTemplate
 from maxlm.errors import InputError
+from maxlm.sandbox.limited_process import ProcessLimits
 
-LIMITS = RenderLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 << 20)
+LIMITS = ProcessLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 << 20)
 MESSAGES = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
 LOOPS = '{% for a in range(99999) %}' * 3 + '{% endfor %}' * 3
 DOUBLED = '{% set n = namespace(a=VALUE) %}{% for i in range(99999) %}{% set n.a = n.a OP n.a %}{% endfor %}'
-TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'outputs 2999970 characters'
+TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'outputs 29999'
 BOMBS = {
     'loops': (LOOPS, TIME),
     'calls': ('{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}', TIME),
@@ -66,50 +64,8 @@ def test_a_slow_conversation_does_not_affect_others():
         assert template.render(MESSAGES).text == 'a'
 
 
-@pytest.mark.parametrize('inherited', ['ignored', 'blocked'])
-def test_a_parent_that_ignores_the_limit_signal(inherited):
-    program = f"""
-import signal
-from maxlm.data.chat.template_process import RemoteTemplate, RenderLimits, _renderer
-if {inherited == 'ignored'}:
-    signal.signal(signal.SIGXCPU, signal.SIG_IGN)
-else:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGXCPU}})
-try:
-    RemoteTemplate({LOOPS!r}, RenderLimits(cpu_seconds=0.1)).render([])
-except ValueError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == 'the chat template takes more than 0.1 s of CPU time\n'
-
-
-def test_an_interrupted_request_leaves_no_response(monkeypatch):
-    """Checks that the response to an interrupted request is not returned for the next request."""
-    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
-    with monkeypatch.context() as patch:
-        patch.setattr('maxlm.data.chat.template_process._wait', raise_interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            template.render(MESSAGES)
-    assert template.render([{'role': 'user', 'content': 'x'}]).text == 'x'
-
-
-def raise_interrupt(*_):
-    raise KeyboardInterrupt
-
-
-def test_a_process_without_cpu_time_is_stopped(monkeypatch):
-    template = RemoteTemplate('{{ messages[0].content }}', LIMITS)
-    os.kill(_renderer(os.getpid(), LIMITS)._process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(RenderLimits, 'seconds', 0.1)
-        with pytest.raises(ChatError, match=r'takes more than 0\.1 s$'):
-            template.render(MESSAGES)
-    assert template.render(MESSAGES).text == 'a'
-
-
 def test_the_limits_scale_with_the_conversation():
-    template = ChatTemplate('{{ messages[0].content * 2 }}', name='x', limits=RenderLimits(10, 200 << 20, 64, 10, 2))
+    template = ChatTemplate('{{ messages[0].content * 2 }}', name='x', limits=ProcessLimits(10, 200 << 20, 64, 10, 2))
     large = [{'role': 'user', 'content': 'a' * 10**6}]
     assert len(template.render(large).text) == 2 * 10**6
 
