@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from maxlm.data.tokenizer.limits import check_expansion, check_limits
+from maxlm.data.tokenizer.limits import check_expansion, check_limits, regexes_of
+from maxlm.data.tokenizer.regex_limits import check_regex
 from maxlm.errors import InputError, surrogate_in
 from maxlm.storage.errors import RustPanicError, catch_panics
 from maxlm.storage.json_text import parse_json
@@ -29,6 +30,8 @@ def load_library(text: str, name: str) -> tokenizers.Tokenizer:
         # Check before loading: the library creates a table of all ids, and normalizes the added tokens.
         refuse_gaps(facts)
         check_limits(facts)
+        for regex in regexes_of(facts):
+            check_regex(regex)
         with catch_panics('tokenizers'):
             library = tokenizers.Tokenizer.from_str(text)
             only_map(library)

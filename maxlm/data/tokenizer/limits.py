@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import json
 import math
 import struct
@@ -26,8 +27,10 @@ MAX_NORMALIZER_FACTOR = 2048
 _MAX_FACTOR = 64
 # Maximum number of characters of a pattern that is no regular expression, and of all regular expressions.
 _MAX_PATTERN, _MAX_REGEX = 1000, 20_000
-# Maximum number of bytes of all normalized added tokens, and of tokens that a post-processor adds.
-_MAX_ADDED_BYTES, _MAX_TEMPLATE_IDS = 2**26, 2**16
+# Maximum number of added tokens and of their bytes after normalization, for each of which the library needs 75 bytes.
+_MAX_ADDED, _MAX_ADDED_BYTES = 2**18, 2**24
+# Maximum number of tokens that a post-processor adds.
+_MAX_TEMPLATE_IDS = 2**16
 # WordPiece needs quadratic time in the length of a word, and Unigram in the length of the longest token.
 _MAX_WORD, _MAX_UNIGRAM_TOKEN = 256, 256
 _MAX_AFFIX = 64
@@ -123,20 +126,16 @@ def check_limits(facts: Any) -> None:
     if sum(map(len, regexes_of(facts))) > _MAX_REGEX:
         raise InputError(f'its regular expressions have more than {_MAX_REGEX:,} characters; use another tokenizer')
     _check_model(facts.get('model'))
-    added = facts.get('added_tokens')
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    normalized = sum(_size(token.get('content')) for token in tokens if token.get('normalized') is not False)
-    if normalized * factors['normalizer'] > _MAX_ADDED_BYTES:
-        raise InputError('its normalizer can expand the added_tokens to more than 64 MiB; use another tokenizer')
-    for step in _steps('post_processor', facts.get('post_processor'), 'processors'):
-        _check_template(step)
+    with _named('added_tokens'):
+        _check_added(facts.get('added_tokens'), factors['normalizer'])
+    with _named('post_processor'):
+        for step in _steps(facts.get('post_processor'), 'processors'):
+            _check_template(step)
 
 
 def regexes_of(facts: Mapping[str, Any]) -> list[str]:
     """Returns the regular expressions of a `tokenizer.json`, in order."""
-    patterns = [
-        step.get('pattern') for name, (key, _, _) in _PARTS.items() for step in _steps(name, facts.get(name), key)
-    ]
+    patterns = [step.get('pattern') for name, (key, _, _) in _PARTS.items() for step in _steps(facts.get(name), key)]
     found = [pattern.get('Regex') for pattern in patterns if isinstance(pattern, dict)]
     return list(dict.fromkeys(regex for regex in found if isinstance(regex, str)))
 
@@ -158,13 +157,13 @@ def check_expansion(library: tokenizers.Tokenizer, texts: Sequence[str]) -> None
         )
 
 
-def _steps(part: str, node: Any, key: str) -> Iterator[dict[str, Any]]:
+def _steps(node: Any, key: str) -> Iterator[dict[str, Any]]:
     """Yields the steps of a part of a `tokenizer.json`, with those of nested sequences. Raises InputError."""
     waiting, count = [node], 0
     while waiting:
         count += 1
         if count > _MAX_STEPS:
-            raise InputError(f'its {part} has more than {_MAX_STEPS} steps; use another tokenizer')
+            raise InputError(f'has more than {_MAX_STEPS} steps; use another tokenizer')
         step = waiting.pop(0)
         if not isinstance(step, dict):
             # The library rejects everything but null.
@@ -176,15 +175,22 @@ def _steps(part: str, node: Any, key: str) -> Iterator[dict[str, Any]]:
         waiting[:0] = nested[: _MAX_STEPS + 1] if isinstance(nested, list) else []
 
 
-def _checked_factor(name: str, node: Any) -> float:
+@contextlib.contextmanager
+def _named(part: str) -> Iterator[None]:
+    """Adds the name of a part of the file to errors."""
     try:
-        factor = _factor(name, node)
+        yield
     except InputError as error:
-        raise InputError(f'its {name}: {error}') from error
+        raise InputError(f'{part}: {error}') from error
+
+
+def _checked_factor(name: str, node: Any) -> float:
     limit = _PARTS[name][2]
-    if factor > limit:
-        shown = f'{factor:,.0f}' if factor < 10**9 else 'more than 1,000,000,000'
-        raise InputError(f'its {name} can expand a text {shown} times; the limit is {limit:,}; use another tokenizer')
+    with _named(name):
+        factor = _factor(name, node)
+        if factor > limit:
+            shown = f'{factor:,.0f}' if factor < 10**9 else 'more than 1,000,000,000'
+            raise InputError(f'can expand a text {shown} times; the limit is {limit:,}; use another tokenizer')
     return factor
 
 
@@ -192,7 +198,7 @@ def _factor(name: str, node: Any) -> float:
     """Returns the factor of a part of a `tokenizer.json`."""
     key, table, _ = _PARTS[name]
     factors = []
-    for step in _steps(name, node, key):
+    for step in _steps(node, key):
         kind = step.get('type')
         # The library guesses the type of a step without a known type.
         if not isinstance(kind, str) or kind not in table:
@@ -225,6 +231,16 @@ def _check_model(model: Any) -> None:
         )
 
 
+def _check_added(tokens: Any, factor: float) -> None:
+    """Raises InputError if there are too many added tokens, or the normalizer can expand them too much."""
+    entries = [token for token in tokens if isinstance(token, dict)] if isinstance(tokens, list) else []
+    if len(entries) > _MAX_ADDED:
+        raise InputError(f'has {len(entries):,} tokens; the limit is {_MAX_ADDED:,}; use another tokenizer')
+    size = sum(_size(token.get('content')) * (1.0 if token.get('normalized') is False else factor) for token in entries)
+    if size > _MAX_ADDED_BYTES:
+        raise InputError(f'can have {size:,.0f} bytes; the limit is {_MAX_ADDED_BYTES:,}; use another tokenizer')
+
+
 def _check_template(step: Mapping[str, Any]) -> None:
     """Raises InputError if a template of a post-processor adds too many tokens."""
     special = step.get('special_tokens')
@@ -234,4 +250,4 @@ def _check_template(step: Mapping[str, Any]) -> None:
     templates = [step.get(key) for key in ('single', 'pair')]
     pieces = max([0, *(len(each) for each in templates if isinstance(each, str | list))])
     if pieces * longest > _MAX_TEMPLATE_IDS:
-        raise InputError(f'its post_processor has {pieces:,} pieces of up to {longest:,} ids; use another tokenizer')
+        raise InputError(f'has {pieces:,} pieces of up to {longest:,} ids; use another tokenizer')

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, numbers_library, recognize
 from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.leading_space import without_first_space, without_leading_space
-from maxlm.data.tokenizer.library import decode, encode_batch, load_library, only_map
+from maxlm.data.tokenizer.library import decode, load_library, only_map
+from maxlm.data.tokenizer.limited_encoding import encode_long
 from maxlm.data.tokenizer.special_pieces import without_special_pieces
 from maxlm.data.tokenizer.special_tokens import (
     END_OF_DOCUMENT,
@@ -207,7 +208,7 @@ class Tokenizer:
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode_batch` computed by the library, the reference for the fast encoders."""
-        encoded = encode_batch(self._text_library, texts)
+        encoded = encode_long(self._text_library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
                 self._check_ids(text, ids)
@@ -222,7 +223,7 @@ class Tokenizer:
         library = self._after_special if after_special else self._inside
         if library is self._text_library:
             return self.encode_batch(texts)
-        return encode_batch(library, texts)
+        return encode_long(library, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids. Special tokens appear by name; bytes that are not UTF-8 become U+FFFD."""
