@@ -16,11 +16,19 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe, template_in
 from maxlm.data.chat.template import VARIABLES, drop_variables
 from maxlm.data.tokenizer.library import load_library
-from maxlm.data.tokenizer.model_files import token_text
+from maxlm.data.tokenizer.model_files import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    read_json_object,
+    read_model_config,
+    token_id_list,
+    token_text,
+)
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.log import logger
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 from maxlm.workdir.files import (
@@ -138,6 +146,7 @@ def files_for_import(directory: Path) -> ImportedFiles:
         _read_tokenizer(path)
         files[TOKENIZER] = path.read_bytes()
         return ImportedFiles(files, f'{error}; generate and evaluate need a tokenizer that maxlm can read', {})
+    _warn_of_unknown_ids(directory, tokenizer)
     # A template that cannot be used is copied unchanged.
     with contextlib.suppress(InputError):
         recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
@@ -145,6 +154,22 @@ def files_for_import(directory: Path) -> ImportedFiles:
             # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
     return ImportedFiles(files, '', describe_boundaries(tokenizer.boundary_names))
+
+
+def _warn_of_unknown_ids(directory: Path, tokenizer: Tokenizer) -> None:
+    """Logs the ids of the beginning and the end of a text that the tokenizer does not have."""
+    for name, values in (
+        (GENERATION_CONFIG, read_json_object(directory / GENERATION_CONFIG)),
+        (MODEL_CONFIG, read_model_config(directory)),
+    ):
+        for key in ('bos_token_id', 'eos_token_id'):
+            ids = token_id_list(values, key, str(directory / name))
+            if unknown := [index for index in ids if not 0 <= index < tokenizer.vocab_size]:
+                listed = ', '.join(map(str, unknown))
+                logger.warning(
+                    f'{directory / name}: {key}: {listed} is not the id of a token and is ignored; the ids of '
+                    f'{TOKENIZER} are below {tokenizer.vocab_size:,}'
+                )
 
 
 def _original_template(files: Mapping[str, bytes]) -> bytes:
