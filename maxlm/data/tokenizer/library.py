@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from maxlm.data.tokenizer.limits import check_expansion, check_limits, regexes_of
-from maxlm.data.tokenizer.regex_limits import check_regex
+from maxlm.data.tokenizer.limits.expansion import check_expansion, check_limits, regexes_of
+from maxlm.data.tokenizer.limits.regular_expressions import check_regex
 from maxlm.errors import InputError, surrogate_in
 from maxlm.storage.errors import RustPanicError, catch_panics
 from maxlm.storage.json_text import parse_json

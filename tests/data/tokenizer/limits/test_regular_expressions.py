@@ -2,8 +2,8 @@
 
 import pytest
 
-from maxlm.data.tokenizer import regex_limits
-from maxlm.data.tokenizer.regex_limits import apply_regex, check_regex
+from maxlm.data.tokenizer.limits import regular_expressions
+from maxlm.data.tokenizer.limits.regular_expressions import apply_regex, check_regex
 from maxlm.errors import InputError
 from maxlm.sandbox.limited_process import ProcessLimits
 
@@ -48,7 +48,7 @@ def test_fast_expressions_are_accepted(regex):
 
 def test_expressions_beyond_the_limit_of_time_are_rejected(monkeypatch):
     regex = r'(?=(\d{3})+(?!\d))(?#other)'
-    monkeypatch.setattr(regex_limits, '_LIMITS', ProcessLimits(cpu_seconds=0.02))
+    monkeypatch.setattr(regular_expressions, '_LIMITS', ProcessLimits(cpu_seconds=0.02))
     with pytest.raises(InputError, match=r'takes more than 0\.02 s of CPU time; use another tokenizer'):
         check_regex(regex)
     monkeypatch.undo()
@@ -61,7 +61,7 @@ def test_known_expressions_start_no_process(monkeypatch):
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
         r'\s*[\r\n]+|\s+(?!\S)|\s+'
     )
-    monkeypatch.setattr(regex_limits, 'limited_process', None)
+    monkeypatch.setattr(regular_expressions, 'limited_process', None)
     check_regex(llama)
     assert apply_regex(llama.encode()) == b''
     # Control: other expressions are applied in a process.

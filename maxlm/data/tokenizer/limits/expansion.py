@@ -2,7 +2,7 @@
 
 A file of a few kilobytes can expand one letter to more than the memory, or take hours for a short text. The factor of a
 step is an upper bound of the output bytes per input byte, and a sequence of steps has the product of their factors. The
-limits are above the factors of published tokenizers. `regex_limits` checks regular expressions.
+limits are above the factors of published tokenizers. `regular_expressions` checks regular expressions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maxlm.errors import InputError
 # Maximum number of steps of a part, including nested ones.
 _MAX_STEPS = 64
 # XLNet has the normalizer with the largest factor: 1,089.
-MAX_NORMALIZER_FACTOR = 2048
+_MAX_NORMALIZER_FACTOR = 2048
 _MAX_FACTOR = 64
 # Maximum number of characters of a pattern that is no regular expression, and of all regular expressions.
 _MAX_PATTERN, _MAX_REGEX = 1000, 20_000
@@ -112,7 +112,7 @@ _DECODERS: dict[str, float | _Factor] = {
     'WordPiece': 2.0,
 }
 _PARTS: dict[str, tuple[str, Mapping[str, float | _Factor], int]] = {
-    'normalizer': ('normalizers', _NORMALIZERS, MAX_NORMALIZER_FACTOR),
+    'normalizer': ('normalizers', _NORMALIZERS, _MAX_NORMALIZER_FACTOR),
     'pre_tokenizer': ('pretokenizers', _PRE_TOKENIZERS, _MAX_FACTOR),
     'decoder': ('decoders', _DECODERS, _MAX_FACTOR),
 }

@@ -5,8 +5,8 @@ import json
 import pytest
 from tokenizers import normalizers
 
-from maxlm.data.tokenizer import limits
-from maxlm.data.tokenizer.limits import check_expansion, check_limits
+from maxlm.data.tokenizer.limits import expansion
+from maxlm.data.tokenizer.limits.expansion import check_expansion, check_limits
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.tokenizer_files import files_for_import
@@ -63,8 +63,8 @@ def test_parts_of_other_types_are_one_line_errors(part, value):
 
 def test_a_text_that_expands_is_an_error_at_use(monkeypatch):
     tokenizer = load(tokenizer_file(normalizer=replace('a', 'b' * 1000)))
-    monkeypatch.setattr(limits, '_UNMEASURED_BYTES', 2**20)
-    monkeypatch.setattr(limits, '_MAX_EXTRA_BYTES', 2**20)
+    monkeypatch.setattr(expansion, '_UNMEASURED_BYTES', 2**20)
+    monkeypatch.setattr(expansion, '_MAX_EXTRA_BYTES', 2**20)
     with pytest.raises(InputError, match='the normalizer of the tokenizer expands 20,000 characters to 20,000,000'):
         tokenizer.encode_batch(['a' * 20_000])
     # Texts without the letter, and short texts, do not expand beyond the limit.
@@ -74,12 +74,12 @@ def test_a_text_that_expands_is_an_error_at_use(monkeypatch):
 
 def test_normalizers_expand_no_more_than_their_factors():
     texts = ['ﷺ', 'İ', 'ΐ', '\U0001d160', 'ü', '一', 'a', 'ŉ', 'ﬃ', '㌖', 'Ⱥ']
-    for kind, factor in limits._NORMALIZERS.items():
+    for kind, factor in expansion._NORMALIZERS.items():
         if isinstance(factor, float):
             normalizer = getattr(normalizers, kind)()
             grown = max(len(normalizer.normalize_str(text).encode()) / len(text.encode()) for text in texts)
             assert grown <= factor, (kind, grown)
-    assert limits._factor('normalizer', charsmap(64, b'ab', b'abc')) == 3
+    assert expansion._factor('normalizer', charsmap(64, b'ab', b'abc')) == 3
 
 
 def test_checks_do_not_change_texts():
