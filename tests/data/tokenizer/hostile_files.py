@@ -182,9 +182,10 @@ REJECTED = {
         ),
         'added_tokens: can have 99',
     ),
-    'many pieces': (tokenizer_file(post_processor=template([A] * 100_000)), 'post_processor: has 100,000 pieces'),
+    'repeated text': (tokenizer_file(post_processor=template([A] * 100)), 'post_processor: repeats a text 100 times'),
+    'many pieces': (tokenizer_file(post_processor=template([X] * 100_000)), 'post_processor: has 100,000 pieces'),
     'many ids': (
-        tokenizer_file(post_processor=template([X, A] * 100, ids=1000)),
+        tokenizer_file(post_processor=template([X] * 200, ids=1000)),
         'post_processor: has 200 pieces of up to',
     ),
 }

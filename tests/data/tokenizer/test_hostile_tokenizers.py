@@ -92,7 +92,9 @@ decoder = sequence(
     decoders,
 )
 post_processor = st.none() | st.builds(
-    template, st.lists(st.sampled_from([A, X]), max_size=4) | st.just([X, A] * 500), st.sampled_from([0, 1, 65, 1000])
+    template,
+    st.lists(st.sampled_from([A, X]), max_size=4) | st.sampled_from([[X, A] * 500, [*[X] * 500, A]]),
+    st.sampled_from([0, 1, 65, 1000]),
 )
 model = (
     st.none()
@@ -156,6 +158,7 @@ def test_an_intact_file_is_used():
 @example(REJECTED['pre-tokenizers of bytes'][0])
 @example(REJECTED['normalized added tokens'][0])
 @example(REJECTED['exponential time'][0])
+@example(REJECTED['repeated text'][0])
 @example(REJECTED['map with a false size'][0])
 @example(tokenizer_file(decoder=decoders({'type': 'Strip', 'content': 'a', 'start': 10**9, 'stop': 1})))
 @example(tokenizer_file(pre_tokenizer={'type': 'FixedLength', 'length': 0}))

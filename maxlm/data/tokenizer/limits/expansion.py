@@ -248,6 +248,10 @@ def _check_template(step: Mapping[str, Any]) -> None:
     ids = [entry.get('ids') for entry in entries if isinstance(entry, dict)]
     longest = max([1, *(len(each) for each in ids if isinstance(each, list))])
     templates = [step.get(key) for key in ('single', 'pair')]
+    single = templates[0] if isinstance(templates[0], list) else []
+    # The library repeats a text even if it adds no special tokens.
+    if (count := sum(isinstance(piece, dict) and 'Sequence' in piece for piece in single)) > 1:
+        raise InputError(f'repeats a text {count:,} times; use another tokenizer')
     pieces = max([0, *(len(each) for each in templates if isinstance(each, str | list))])
     if pieces * longest > _MAX_TEMPLATE_IDS:
         raise InputError(f'has {pieces:,} pieces of up to {longest:,} ids; use another tokenizer')
