@@ -388,7 +388,7 @@ def test_damaged_files(model, tmp_path, refused):
     refused(command(tmp_path), model, 'no model.safetensors')
     path.write_bytes(content)
     (model / 'tokenizer.json').write_text('{')
-    refused(command(tmp_path), model / 'tokenizer.json', 'not a valid tokenizer.json')
+    refused(command(tmp_path), model / 'tokenizer.json', 'is not a tokenizer.json')
     (model / 'tokenizer.json').unlink()
     run(*command(tmp_path))
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +31,8 @@ from maxlm.storage.regular_files import read_bytes
 PREFIX = 'core:'
 TASKS_FILE, BASELINES_FILE, DATA_DIRECTORY = 'core.yaml', 'eval_meta_data.csv', 'eval_data'
 MULTIPLE_CHOICE, SCHEMA, LANGUAGE_MODELING = 'multiple_choice', 'schema', 'language_modeling'
+MAX_TASKS_BYTES, MAX_DATA_BYTES = 2**20, 2**30
+_MAX_PATH = 200
 # The order of examples decides which few-shot examples a question has. nanochat shuffles them with this seed.
 SHUFFLE_SEED = 1337
 
@@ -97,9 +101,10 @@ def open_bundle(path: str, *, limit: int | None = None, key: str = '--tasks') ->
     baselines = _baselines(folder / BASELINES_FILE)
     file = folder / TASKS_FILE
     try:
-        document = yaml.safe_load(_read(file))
-    except yaml.YAMLError as error:
-        raise InputError(f'{file}: invalid YAML: {" ".join(str(error).split())}; fix the file') from error
+        document = yaml.safe_load(_read(file, limit=MAX_TASKS_BYTES))
+    # The library also raises the errors of int and date, and recurses.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f'{file}: invalid YAML: {" ".join(str(error).split()):.300}; fix the file') from error
     entries = document.get('icl_tasks') if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
         raise InputError(f'{file}: icl_tasks is not a list of tasks; use the core.yaml of an evaluation bundle')
@@ -118,8 +123,11 @@ def open_bundle(path: str, *, limit: int | None = None, key: str = '--tasks') ->
 def _task(entry: Mapping[str, Any], baselines: Mapping[str, float]) -> tuple[CoreTask, str]:
     """Returns a task without its examples, and the path of its data. Raises ValueError."""
     label, kind = _text(entry, 'label'), _text(entry, 'icl_task_type')
+    # A label is part of the names of metrics and files.
+    if not re.fullmatch(r'\w[\w.-]{0,99}', label):
+        raise ValueError(f'has the label {_shown(label)}; use at most 100 letters, digits, dots, - and _')
     if kind not in PARSERS:
-        raise ValueError(f'({label}) has the unknown icl_task_type {kind!r}; use {" or ".join(PARSERS)}')
+        raise ValueError(f'({label}) has the unknown icl_task_type {_shown(kind)}; use {" or ".join(PARSERS)}')
     if label not in baselines:
         raise ValueError(f'({label}) has no row in {BASELINES_FILE}; add it')
     if not 0 <= baselines[label] < 1:
@@ -129,10 +137,13 @@ def _task(entry: Mapping[str, Any], baselines: Mapping[str, float]) -> tuple[Cor
     # Published files list several numbers, of which CORE uses the first.
     num = _value(entry, 'num_fewshot')
     num = num[0] if isinstance(num, list) and num else num
-    if not isinstance(num, int) or num < 0:
-        raise ValueError(f'({label}) has num_fewshot={num!r}; set a number of examples')
+    if type(num) is not int or num < 0:
+        raise ValueError(f'({label}) has num_fewshot={_shown(num)}; set a number of examples')
     delimiter = _text(entry, 'continuation_delimiter') if 'continuation_delimiter' in entry else ' '
-    return CoreTask(label, kind, num, delimiter, baselines[label], []), _text(entry, 'dataset_uri')
+    data = _text(entry, 'dataset_uri')
+    if not data.isprintable() or len(data) > _MAX_PATH or os.path.isabs(data) or '..' in data.split('/'):
+        raise ValueError(f'({label}) has dataset_uri={_shown(data)}; give a path below {DATA_DIRECTORY}')
+    return CoreTask(label, kind, num, delimiter, baselines[label], []), data
 
 
 def _baselines(file: Path) -> dict[str, float]:
@@ -142,7 +153,8 @@ def _baselines(file: Path) -> dict[str, float]:
         return {row['Eval Task']: float(row['Random baseline']) / 100 for row in rows}
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise InputError(
-            f'{file}: {type(error).__name__}: {error}; give a CSV file with the columns Eval Task and Random baseline'
+            f'{file}: {type(error).__name__}: {error!s:.200}; give a CSV file with the columns Eval Task and Random '
+            'baseline'
         ) from error
 
 
@@ -155,7 +167,7 @@ def _examples(file: Path, kind: str) -> list[CoreExample]:
             except ValueError as error:
                 raise ValueError(f'line {line} {error}') from error
             if not isinstance(gold, int) or not 0 <= gold < len(candidates):
-                raise ValueError(f'line {line} has gold={gold!r}; it must be the index of an answer')
+                raise ValueError(f'line {line} has gold={_shown(gold)}; it must be the index of an answer')
             examples.append(CoreExample(line, candidates, gold))
     except ValueError as error:
         raise InputError(f'{file} ({kind}): {error}') from error
@@ -199,19 +211,27 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 def _text(row: Mapping[str, Any], name: str) -> str:
     value = _value(row, name)
     if not isinstance(value, str):
-        raise ValueError(f'has {name}={value!r:.50}; it must be a text')
+        raise ValueError(f'has {name}={_shown(value)}; it must be a text')
     return value
 
 
 def _texts(row: Mapping[str, Any], name: str) -> list[str]:
     values = _value(row, name)
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f'has {name}={values!r:.50}; it must be a list of texts')
+        raise ValueError(f'has {name}={_shown(values)}; it must be a list of texts')
     return values
 
 
-def _read(file: Path) -> bytes:
+def _shown(value: Any) -> str:
+    """Returns a value for error messages. Aliases of YAML can make the text of a list longer than the memory."""
+    is_short = isinstance(value, (bool, float)) or value is None
+    if isinstance(value, str) or (type(value) is int and abs(value) < 10**50):
+        return f'{value!r:.50}'
+    return repr(value) if is_short else f'a {type(value).__name__}'
+
+
+def _read(file: Path, *, limit: int = MAX_DATA_BYTES) -> bytes:
     try:
-        return read_bytes(file)
+        return read_bytes(file, limit=limit)
     except OSError as error:
         raise InputError(f'{file}: {os_message(error)}; give the directory of an evaluation bundle') from error

@@ -27,11 +27,13 @@ from maxlm.huggingface.architectures.architecture import (
 from maxlm.huggingface.architectures.dense import GEMMA3, QWEN2, SMOLLM3
 from maxlm.huggingface.architectures.experts import DEEPSEEK_V2
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
-from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.json_fields import Fields, display_value
 from maxlm.huggingface.numbers import NUMBERS
-from maxlm.huggingface.rope import from_rope, to_rope
+from maxlm.huggingface.rope import from_rope, to_rope, warn_once
 from maxlm.huggingface.tensors.dequantize import METHODS
 
+_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+_DTYPES = ('float32', 'bfloat16', 'float16', 'float64', 'float8_e4m3fn', 'float8_e5m2')
 _EXPERTS = ('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts')
 
 
@@ -178,6 +180,8 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     row = ARCHITECTURES[config['model_type']]
     config = {**config, **{key: config[alias] for alias, key in row.aliases.items() if alias in config}}
     fields = Fields(config, source)
+    for key in _IDS:
+        fields.check_ids(key, may_be_list=key == 'eos_token_id')
     model: dict[str, Any] = {'family': row.family, **row.fixed_settings, **_biases(fields, row)}
     keys = dict(row.keys)
     if _has_experts(fields, row):
@@ -223,12 +227,23 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
             )
     model |= _attention(fields, row, model['num_layers'])
     # The dtype of the stored parameters; the default of Transformers is float32.
-    stored_dtype = str(config.get('dtype') or config.get('torch_dtype') or 'float32')
+    key = 'dtype' if config.get('dtype') else 'torch_dtype'
+    stored_dtype = fields.text(key, 'float32') if config.get(key) else 'float32'
+    if stored_dtype.removeprefix('torch.') not in _DTYPES:
+        raise fields.error(key, f'not supported; use one of {", ".join(_DTYPES)}')
     model['dtype'] = 'float32' if stored_dtype.endswith('float32') else 'bfloat16'
     try:
-        return config_for_model(model, source).model
+        resolved = config_for_model(model, source).model
     except InputError as error:
         raise InputError(_with_hf_names(str(error), row)) from error
+    for hf_key, number in NUMBERS.items():
+        value = config.get(hf_key)
+        if hf_key not in _IDS and value is not None and value not in number:
+            warn_once(
+                f'{source}: {hf_key}={display_value(value)} is not {number}; {row.model_type} models ignore the key in '
+                'Transformers, and so does maxlm'
+            )
+    return resolved
 
 
 def _with_hf_names(message: str, row: Architecture) -> str:
@@ -298,7 +313,8 @@ def _rotated(fields: Fields, num_layers: int) -> str:
         rotated = [int((layer + 1) % interval > 0) for layer in range(num_layers)]
     if not isinstance(rotated, list) or len(rotated) < num_layers or any(entry not in (0, 1) for entry in rotated):
         raise fields.error('no_rope_layers', f'must have {num_layers} entries, each 0 or 1')
-    if any(name != 'full_attention' for name in fields.values.get('layer_types') or ()):
+    types = fields.values.get('layer_types') or []
+    if not isinstance(types, list) or any(name != 'full_attention' for name in types):
         raise fields.error('layer_types', 'smollm3 supports only full_attention here; use it for all layers')
     return ''.join('L' if entry else 'N' for entry in rotated[:num_layers])
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlm.data.tokenizer.model_files import MAX_IDS
 from maxlm.errors import InputError, os_message
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.storage.json_text import parse_json
@@ -35,8 +36,8 @@ class Fields:
         """Raises InputError unless a key is absent, null, a token id, or with `may_be_list` a list of token ids."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) and may_be_list else [] if value is None else [value]
-        if any(index not in NUMBERS[key] for index in ids):
-            listed = ', a list of such numbers,' if may_be_list else ''
+        if len(ids) > MAX_IDS or any(index not in NUMBERS[key] for index in ids):
+            listed = f', a list of at most {MAX_IDS} such numbers,' if may_be_list else ''
             raise self.error(key, f'must be {NUMBERS[key]}{listed} or null')
 
     def flag(self, key: str, default: bool) -> bool:

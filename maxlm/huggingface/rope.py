@@ -140,7 +140,7 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if kind != 'default':
             # Transformers fails to run such a model.
             raise InputError(f'{message}; set it to 1.0')
-        _warn_once(f'{message} in Transformers, which ignores the key, and so does maxlm')
+        warn_once(f'{message} in Transformers, which ignores the key, and so does maxlm')
         fraction = 1.0
     settings: dict[str, Any] = {'rope_theta': theta, 'partial_rotary_factor': fraction, **local}
     if architecture == PHI3 and kind in ('su', 'yarn'):
@@ -192,13 +192,16 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Logs a warning once per process."""
     logger.warning(message)
 
 
 def _by_layer_type(config: Fields, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the values of layers with full attention, and the settings of layers with sliding windows."""
     parameters = config.values.get('rope_parameters') or {}
+    if not isinstance(parameters, dict):
+        raise config.error('rope_parameters', 'must be a JSON object')
     full: Any = {}
     local: Any = None
     if _FULL in parameters or _SLIDING in parameters:

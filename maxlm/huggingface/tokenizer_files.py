@@ -15,13 +15,22 @@ from maxlm.config.schema import ModelConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.setup import DEFAULT_TEMPLATE, make_chat_recipe, template_in
 from maxlm.data.chat.template import VARIABLES, drop_variables
-from maxlm.data.tokenizer.library import only_map
-from maxlm.data.tokenizer.model_files import token_text
+from maxlm.data.tokenizer.library import load_library
+from maxlm.data.tokenizer.model_files import (
+    GENERATION_CONFIG,
+    MODEL_CONFIG,
+    read_json_object,
+    read_model_config,
+    token_id_list,
+    token_text,
+)
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.log import logger
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import read_text
 from maxlm.workdir.files import (
     CHAT_TEMPLATE,
     EXPORT_FILES,
@@ -126,7 +135,6 @@ def files_for_import(directory: Path) -> ImportedFiles:
         has = f'has {found[0]} but no {TOKENIZER}' if found else f'has no {TOKENIZER}'
         how = '; create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) of Transformers' if found else ''
         return ImportedFiles(files, f'{directory} {has}, which generate and evaluate need{how}', {})
-    _read_tokenizer(path)
     try:
         # Serialized as by maxlm.prepare, so that data prepared with this tokenizer is recognized.
         tokenizer = Tokenizer.load(path)
@@ -134,8 +142,11 @@ def files_for_import(directory: Path) -> ImportedFiles:
         # config.json is not copied, and it can name ends of text.
         files[TEXT_BOUNDARIES] = tokenizer.boundaries.to_json().encode()
     except InputError as error:
+        # A damaged file is an error, a tokenizer without an end of document is not.
+        _read_tokenizer(path)
         files[TOKENIZER] = path.read_bytes()
         return ImportedFiles(files, f'{error}; generate and evaluate need a tokenizer that maxlm can read', {})
+    _warn_of_unknown_ids(directory, tokenizer)
     # A template that cannot be used is copied unchanged.
     with contextlib.suppress(InputError):
         recipe = make_chat_recipe('', tokenizer=str(path), special_tokens=(), window=0)
@@ -143,6 +154,22 @@ def files_for_import(directory: Path) -> ImportedFiles:
             # Older versions of Transformers store the template in another file; its variables are always in another.
             files[CHAT_TEMPLATE] = recipe.template_for(tokenizer).encode()
     return ImportedFiles(files, '', describe_boundaries(tokenizer.boundary_names))
+
+
+def _warn_of_unknown_ids(directory: Path, tokenizer: Tokenizer) -> None:
+    """Logs the ids of the beginning and the end of a text that the tokenizer does not have."""
+    for name, values in (
+        (GENERATION_CONFIG, read_json_object(directory / GENERATION_CONFIG)),
+        (MODEL_CONFIG, read_model_config(directory)),
+    ):
+        for key in ('bos_token_id', 'eos_token_id'):
+            ids = token_id_list(values, key, str(directory / name))
+            if unknown := [index for index in ids if not 0 <= index < tokenizer.vocab_size]:
+                listed = ', '.join(map(str, unknown))
+                logger.warning(
+                    f'{directory / name}: {key}: {listed} is not the id of a token and is ignored; the ids of '
+                    f'{TOKENIZER} are below {tokenizer.vocab_size:,}'
+                )
 
 
 def _original_template(files: Mapping[str, bytes]) -> bytes:
@@ -177,11 +204,9 @@ def _copied_files(directory: Path) -> dict[str, bytes]:
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
-        library = tokenizers.Tokenizer.from_str(path.read_text(encoding='utf-8'))
-        only_map(library)
-        return library
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f'{path}: not a valid tokenizer.json ({error}); download it again') from error
+        return load_library(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f'{path} is not a tokenizer.json: {error}; download it again') from error
 
 
 def _make_tokenizer_files(

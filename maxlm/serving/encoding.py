@@ -13,6 +13,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from maxlm.data.tokenizer.limited_encoding import limit_encoding
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.schema.errors import SERVER, ApiError
 from maxlm.storage.errors import catch_panics
@@ -35,7 +36,7 @@ class _Job:
         """Calls the function in a worker thread. The result is dropped if the request was cancelled."""
         result, error = None, None
         try:
-            with catch_panics('tokenizers'):
+            with catch_panics('tokenizers'), limit_encoding():
                 result = self.function()
         except BaseException as raised:
             error = raised

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import random
 from pathlib import Path
 
@@ -251,6 +252,54 @@ def test_bad_bundles_are_named(tmp_path, file, old, new, message):
     with pytest.raises(InputError, match=message) as found:
         open_bundle(str(folder))
     assert '\n' not in str(found.value)
+
+
+# A list of 10 ** 9 references to one text, whose representation does not fit in memory.
+ALIASES = 'a: &a [x]\n' + ''.join(
+    f'{i}: &{i} [{",".join(["*" + (str(i - 1) if i else "a")] * 10)}]\n' for i in range(9)
+)
+LINE = '{"query": "q", "choices": ["a", "b"], "gold": %s}'
+
+
+@pytest.mark.parametrize(
+    ('file', 'content', 'message'),
+    [
+        ('core.yaml', f'{ALIASES}icl_tasks:\n- label: *8', 'task 1 has label=a list; it must be a text'),
+        ('core.yaml', 'icl_tasks: ' + '[' * 5000, 'core.yaml: invalid YAML: maximum recursion'),
+        ('core.yaml', 'icl_tasks:\n- {label: 2001-99-99}', 'core.yaml: invalid YAML: month must be in'),
+        ('core.yaml', f'icl_tasks:\n- {{label: {"9" * 10_000}}}', 'core.yaml: invalid YAML: Exceeds the limit'),
+        ('core.yaml', 'icl_tasks:\n' + '- {label: x}\n' * 100_000, 'core.yaml: has 1,300,011 bytes, more than'),
+        ('core.yaml', {'label': '../../x'}, r"has the label '\.\./\.\./x'; use at most 100 letters"),
+        ('core.yaml', {'label': 'a\nb'}, r"has the label 'a\\nb'; use at most 100 letters"),
+        ('core.yaml', {'label': 'a' * 101}, "has the label 'aaa"),
+        ('core.yaml', {'icl_task_type': 'a\n' * 5000}, 'has the unknown icl_task_type'),
+        ('core.yaml', {'num_fewshot': True}, 'has num_fewshot=True; set a number'),
+        ('core.yaml', {'num_fewshot': [[1] * 10_000]}, 'has num_fewshot=a list; set a number'),
+        ('core.yaml', {'dataset_uri': '../../core.yaml'}, r'has dataset_uri=.*; give a path below eval_data'),
+        ('core.yaml', {'dataset_uri': '/etc/hostname'}, r'has dataset_uri=.*; give a path below eval_data'),
+        ('core.yaml', {'dataset_uri': 'x\ny'}, r'has dataset_uri=.*; give a path below eval_data'),
+        ('core.yaml', {'dataset_uri': 'x' * 5000}, r'has dataset_uri=.*; give a path below eval_data'),
+        ('eval_data/part/choice.jsonl', LINE % '[[[1]]]', 'line 1 has gold=a list; it must be the index'),
+        ('eval_data/part/choice.jsonl', LINE % f'"{"x" * 5000}"', 'line 1 has gold=.*; it must be the index'),
+    ],
+)
+def test_hostile_bundles_are_one_line_errors(tmp_path, file, content, message):
+    folder = write_bundle(tmp_path / 'bundle')
+    if isinstance(content, dict):
+        first = json.loads((folder / file).read_text())['icl_tasks'][0]
+        content = json.dumps({'icl_tasks': [{**first, **content}]})
+    (folder / file).write_text(content)
+    with pytest.raises(InputError, match=message) as found:
+        open_bundle(str(folder))
+    assert '\n' not in str(found.value)
+    assert len(str(found.value)) < 1000
+
+
+def test_a_large_sparse_file_is_an_error(tmp_path):
+    folder = write_bundle(tmp_path / 'bundle')
+    os.truncate(folder / 'eval_data/part/choice.jsonl', 2**40)
+    with pytest.raises(InputError, match='has 1,099,511,627,776 bytes, more than the limit'):
+        open_bundle(str(folder))
 
 
 def test_other_bad_paths_and_answers(tmp_path, bundle):

@@ -188,7 +188,7 @@ def test_a_tokenizer_that_maxlm_cannot_use_is_kept_with_a_remark(model_directory
 @pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json', 'generation_config.json'])
 def test_a_damaged_file(model_directory, name):
     (model_directory / name).write_text('[')
-    with pytest.raises(InputError, match=rf'{name}: not (valid JSON|a valid tokenizer\.json)'):
+    with pytest.raises(InputError, match=rf'{name}(: not valid JSON| is not a tokenizer\.json)'):
         files_for_import(model_directory)
 
 

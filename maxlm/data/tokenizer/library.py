@@ -1,4 +1,4 @@
-"""Functions of the `tokenizers` library that `Tokenizer` uses: encoding, and checks of a `tokenizer.json`."""
+"""Functions of the `tokenizers` library that `Tokenizer` uses: loading a `tokenizer.json`, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -8,12 +8,40 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from maxlm.data.tokenizer.limits.expansion import check_expansion, check_limits, regexes_of
+from maxlm.data.tokenizer.limits.regular_expressions import check_regex
 from maxlm.errors import InputError, surrogate_in
-from maxlm.storage.errors import catch_panics
+from maxlm.storage.errors import RustPanicError, catch_panics
+from maxlm.storage.json_text import parse_json
 
 # Maximum number of unused ids of a tokenizer.json, in addition to one unused id per used id. Embeddings have a row for
 # each unused id.
 MAX_UNUSED_IDS = 2**16
+
+
+def load_library(text: str, name: str) -> tokenizers.Tokenizer:
+    """Loads the content of a `tokenizer.json` after checking its limits. Error messages call it `name`.
+
+    Raises:
+        InputError: the content is not a tokenizer, or exceeds a limit.
+    """
+    try:
+        facts = parse_json(text)
+        # Check before loading: the library creates a table of all ids, and normalizes the added tokens.
+        refuse_gaps(facts)
+        check_limits(facts)
+        for regex in regexes_of(facts):
+            check_regex(regex)
+        with catch_panics('tokenizers'):
+            library = tokenizers.Tokenizer.from_str(text)
+            only_map(library)
+    except InputError as error:
+        raise InputError(f'{name}: {error}') from error
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(
+            f'{name} is not a tokenizer.json: {" ".join(str(error).split())[:300]}; give another file'
+        ) from error
+    return library
 
 
 def only_map(library: tokenizers.Tokenizer) -> None:
@@ -28,17 +56,33 @@ def encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np
     """Returns the token ids of each text, uint32 [number of tokens], without added tokens.
 
     Raises:
-        InputError: a text has no ids.
+        InputError: a text has no ids, or the normalizer expands it by far too much.
     """
     try:
+        check_expansion(library, texts)
         with catch_panics('tokenizers'):
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
+    except InputError:
+        raise
     except Exception as error:  # the library raises bare Exception
         for text in texts:
             if (place := surrogate_in(text)) >= 0:
                 raise InputError(f'the text is not valid UTF-8 at character {place}; remove the character') from error
         raise InputError(f'the tokenizer cannot encode a text: {error}; use another tokenizer') from error
     return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+
+def decode(library: tokenizers.Tokenizer, ids: Sequence[int]) -> str:
+    """Returns the text of token ids, with special tokens by name.
+
+    Raises:
+        InputError: the library panics on the ids.
+    """
+    try:
+        with catch_panics('tokenizers'):
+            return library.decode(ids, skip_special_tokens=False)
+    except RustPanicError as error:
+        raise InputError(f'the tokenizer cannot decode ids: {error}; use another tokenizer') from error
 
 
 def refuse_gaps(facts: Any) -> None:

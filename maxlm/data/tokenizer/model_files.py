@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxlm.config.ranges import INT32
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
@@ -13,6 +15,8 @@ TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS_MAP = 'special_tokens_map.json'
 GENERATION_CONFIG = 'generation_config.json'
 MODEL_CONFIG = 'config.json'
+# Maximum number of ids that end a generation. Published models have at most 10.
+MAX_IDS = 64
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -55,7 +59,29 @@ def token_text(token: Any) -> str:
     return token if isinstance(token, str) else ''
 
 
-def token_id_list(value: Any) -> list[int]:
-    """Returns the ids of `eos_token_id` or `bos_token_id`: a number, a list or null. Other values are ignored."""
-    values = value if isinstance(value, list) else [value]
-    return [index for index in values if isinstance(index, int) and not isinstance(index, bool)]
+def token_id_list(values: Mapping[str, Any], key: str, source: str) -> list[int]:
+    """Returns the ids of `eos_token_id` or `bos_token_id`: a number, a list or null.
+
+    Args:
+        values: the JSON object.
+        key: key of the ids.
+        source: path of the file in error messages.
+
+    Raises:
+        InputError: the value is not an id or a list of ids.
+    """
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > MAX_IDS or not all(type(index) is int and -1 <= index <= INT32 for index in ids):
+        raise InputError(
+            f'{source}: {key}={value!r:.100}: must be an integer from -1 to {INT32}, a list of at most {MAX_IDS} such '
+            'numbers, or null; fix the file'
+        )
+    return ids
+
+
+def check_token(values: Mapping[str, Any], key: str, source: str) -> None:
+    """Raises InputError unless a token is a string, an object with its content, or null."""
+    value = values.get(key)
+    if value is not None and not isinstance(value.get('content') if isinstance(value, dict) else value, str):
+        raise InputError(f'{source}: {key}={value!r:.100}: must be the text of a token or null; fix the file')

@@ -10,7 +10,8 @@ import functools
 import numpy as np
 import tokenizers
 
-from maxlm.data.tokenizer.library import encode_batch, only_map
+from maxlm.data.tokenizer.library import only_map
+from maxlm.data.tokenizer.limited_encoding import encode_long
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 
 
@@ -26,7 +27,7 @@ def encode_with_special(tokenizer: Tokenizer, text: str) -> np.ndarray:
     if tokenizer.kind == 'ids':
         # Its special tokens are named by numbers, which are also parts of other numbers.
         return tokenizer.encode_batch([text])[0]
-    return encode_batch(_library(tokenizer), [text])[0]
+    return encode_long(_library(tokenizer), [text])[0]
 
 
 @functools.lru_cache(8)

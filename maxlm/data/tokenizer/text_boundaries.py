@@ -29,6 +29,7 @@ from maxlm.data.tokenizer.model_files import (
     MODEL_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
+    check_token,
     read_json_object,
     read_model_config,
     token_id_list,
@@ -47,6 +48,9 @@ _OWN_FILES = ('dataset.json', 'dataset.partial.json', 'checkpoints')
 BY_NAME = 'the names in tokenizer.json'
 # Texts of which at least one has a token in most vocabularies.
 _PROBES = ('a', '0', 'A', '一', ' ')
+
+# Maximum number of tokens before each text. Published tokenizers have at most 2.
+_MAX_PREFIX = 64
 
 
 class TextBoundaries(NamedTuple):
@@ -184,12 +188,19 @@ class _ModelFiles:
     """The files of a model directory that name special tokens."""
 
     def __init__(self, library: tokenizers.Tokenizer, directory: Path | None):
-        self._library = library
+        self._library, self._directory = library, directory
         read = (lambda name: read_json_object(directory / name)) if directory else lambda name: {}
         self._tokenizer_config: Mapping[str, Any] = read(TOKENIZER_CONFIG)
         self._map: Mapping[str, Any] = read(SPECIAL_TOKENS_MAP)
         self._generation: Mapping[str, Any] = read(GENERATION_CONFIG)
         self._model: Mapping[str, Any] = read_model_config(directory) if directory else {}
+        for file, values in ((TOKENIZER_CONFIG, self._tokenizer_config), (SPECIAL_TOKENS_MAP, self._map)):
+            for key in ('bos_token', 'eos_token'):
+                check_token(values, key, self._path(file))
+        adds = self._tokenizer_config.get('add_bos_token')
+        if not isinstance(adds, bool | None):
+            source = self._path(TOKENIZER_CONFIG)
+            raise InputError(f'{source}: add_bos_token={adds!r:.100}: must be true, false or null; fix the file')
         self._special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
         listed = self._tokenizer_config.get('added_tokens_decoder')
         entries = listed.values() if isinstance(listed, dict) else ()
@@ -235,10 +246,13 @@ class _ModelFiles:
         derived = bool(self._generation.get('_from_model_config'))
         has_own = self._generation.get(key) is not None
         for file, values in ((GENERATION_CONFIG, self._generation), (MODEL_CONFIG, self._model)):
-            ids = [index for index in token_id_list(values.get(key)) if self._has(index)]
+            ids = [index for index in token_id_list(values, key, self._path(file)) if self._has(index)]
             is_stop = file == GENERATION_CONFIG or not has_own
             name = MODEL_CONFIG if derived else file
             yield from (_End(index, f'{name}: {key}', is_named=False, is_stop=is_stop) for index in ids)
+
+    def _path(self, file: str) -> str:
+        return str(self._directory / file) if self._directory else file
 
     def _has(self, index: int) -> bool:
         return 0 <= index < 2**32 and self._library.id_to_token(index) is not None
@@ -259,7 +273,13 @@ def added_prefix(library: tokenizers.Tokenizer) -> tuple[int, ...]:
         # The mask is 1 for tokens that the post-processor adds.
         mask = encoding.special_tokens_mask
         if 0 in mask:
-            return tuple(encoding.ids[: mask.index(0)])
+            count = mask.index(0)
+            if count > _MAX_PREFIX:
+                raise InputError(
+                    f'the post_processor of the tokenizer puts {count:,} tokens before a text; at most {_MAX_PREFIX} '
+                    'are supported; use another tokenizer'
+                )
+            return tuple(encoding.ids[:count])
     return ()
 
 

@@ -19,7 +19,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from maxlm.data.tokenizer.byte_and_char import bytes_library, chars_library, numbers_library, recognize
 from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.leading_space import without_first_space, without_leading_space
-from maxlm.data.tokenizer.library import encode_batch, only_map, refuse_gaps
+from maxlm.data.tokenizer.library import decode, load_library, only_map
+from maxlm.data.tokenizer.limited_encoding import encode_long
 from maxlm.data.tokenizer.special_pieces import without_special_pieces
 from maxlm.data.tokenizer.special_tokens import (
     END_OF_DOCUMENT,
@@ -38,7 +39,6 @@ from maxlm.data.tokenizer.text_boundaries import (
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
 from maxlm.errors import InputError, os_message
 from maxlm.storage.errors import catch_panics
-from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 
 TOKENIZER_FILE = 'tokenizer.json'
@@ -119,18 +119,8 @@ class Tokenizer:
 
         Without `directory`, the names of the tokens determine the boundaries of a text.
         """
+        library = load_library(text, name)
         try:
-            facts = parse_json(text)
-            # Check before loading, because the library creates a table of all ids.
-            refuse_gaps(facts)
-            with catch_panics('tokenizers'):
-                library = tokenizers.Tokenizer.from_str(text)
-        except InputError as error:
-            raise InputError(f'{name}: {error}') from error
-        except Exception as error:  # the library raises bare Exception
-            raise InputError(f'{name} is not a tokenizer.json: {str(error)[:300]}; give another file') from error
-        try:
-            only_map(library)
             boundaries = None if directory is None else boundaries_in(directory, library)
             return _finished(library, infill, boundaries)
         except InputError as error:
@@ -218,7 +208,7 @@ class Tokenizer:
 
     def encode_batch_by_library(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns `encode_batch` computed by the library, the reference for the fast encoders."""
-        encoded = encode_batch(self._text_library, texts)
+        encoded = encode_long(self._text_library, texts)
         if self.kind == 'ids':
             for text, ids in zip(texts, encoded, strict=True):
                 self._check_ids(text, ids)
@@ -233,11 +223,11 @@ class Tokenizer:
         library = self._after_special if after_special else self._inside
         if library is self._text_library:
             return self.encode_batch(texts)
-        return encode_batch(library, texts)
+        return encode_long(library, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids. Special tokens appear by name; bytes that are not UTF-8 become U+FFFD."""
-        return self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+        return decode(self._library, [int(i) for i in ids])
 
     @functools.cached_property
     def _fast(self) -> Callable[[str], np.ndarray] | None:

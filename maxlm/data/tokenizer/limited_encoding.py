@@ -1,0 +1,90 @@
+"""Encodes long texts in a process with limits, so that a thread of a server never waits for hours.
+
+The regular expressions of some published tokenizers need quadratic time: 4 MB of digits take hours. A thread cannot be
+stopped, a process can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tokenizers
+
+from maxlm.data.tokenizer.library import encode_batch
+from maxlm.errors import InputError
+from maxlm.sandbox.limited_process import LimitError, ProcessLimits, limited_process
+
+_LIMITS = ProcessLimits(cpu_seconds=10.0, memory_bytes=2 << 30, memory_per_byte=256)
+# Shorter texts take at most a second.
+_SHORT_CHARACTERS = 2**14
+# Number of tokenizers that the process keeps, and number of changed copies of one tokenizer.
+_KEPT = 4
+# A request with the SHA-256 of a tokenizer and its flag `encode_special_tokens`.
+_HEAD = struct.Struct('32s?')
+_LOAD, _ENCODE, _UNKNOWN = b'L', b'E', b'?'
+
+_is_limited = contextvars.ContextVar('is_limited', default=False)
+_libraries: dict[bytes, tokenizers.Tokenizer] = {}
+
+
+@contextlib.contextmanager
+def limit_encoding() -> Iterator[None]:
+    """Makes this thread encode long texts in a process with limits."""
+    token = _is_limited.set(True)
+    try:
+        yield
+    finally:
+        _is_limited.reset(token)
+
+
+def encode_long(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Returns `encode_batch`, computed in a process if `limit_encoding` is active and the texts are long.
+
+    Raises:
+        InputError: a text has no ids, or takes too much time or memory.
+    """
+    if not _is_limited.get() or sum(map(len, texts)) <= _SHORT_CHARACTERS:
+        return encode_batch(library, texts)
+    process = limited_process(f'{__name__}:answer', _LIMITS)
+    content, digest = _serialized(library)
+    request = _ENCODE + _HEAD.pack(digest, library.encode_special_tokens) + json.dumps(list(texts)).encode()
+    try:
+        result = process.ask(request)
+        if result == _UNKNOWN:
+            process.ask(_LOAD + content)
+            result = process.ask(request)
+    except LimitError as error:
+        raise InputError(f'the tokenization of the text {error}; use a shorter text') from None
+    counts = np.frombuffer(result, np.uint32, len(texts))
+    ids = np.frombuffer(result, np.uint32, offset=counts.nbytes)
+    return np.split(ids, np.cumsum(counts)[:-1])
+
+
+def answer(request: bytes) -> bytes:
+    """Loads a tokenizer, or returns the numbers of ids of texts and their ids. Raises InputError."""
+    kind, content = request[:1], request[1:]
+    if kind == _LOAD:
+        while len(_libraries) >= _KEPT:
+            del _libraries[next(iter(_libraries))]
+        _libraries[hashlib.sha256(content).digest()] = tokenizers.Tokenizer.from_str(content.decode())
+        return b''
+    digest, encodes_special = _HEAD.unpack_from(content)
+    if digest not in _libraries:
+        return _UNKNOWN
+    library = _libraries[digest]
+    library.encode_special_tokens = encodes_special
+    encoded = encode_batch(library, json.loads(content[_HEAD.size :]))
+    return np.concatenate([np.array([len(ids) for ids in encoded], np.uint32), *encoded]).tobytes()
+
+
+@functools.lru_cache(_KEPT)
+def _serialized(library: tokenizers.Tokenizer) -> tuple[bytes, bytes]:
+    content = library.to_str().encode()
+    return content, hashlib.sha256(content).digest()

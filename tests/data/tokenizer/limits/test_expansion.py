@@ -1,0 +1,104 @@
+"""Tests the limits of tokenizer files: hostile files are one-line errors, published steps load."""
+
+import json
+
+import pytest
+from tokenizers import normalizers
+
+from maxlm.data.tokenizer.limits import expansion
+from maxlm.data.tokenizer.limits.expansion import check_expansion, check_limits
+from maxlm.data.tokenizer.tokenizer import Tokenizer
+from maxlm.errors import InputError
+from maxlm.huggingface.tokenizer_files import files_for_import
+from tests.data.tokenizer.hostile_files import (
+    ACCEPTED,
+    REJECTED,
+    A,
+    X,
+    charsmap,
+    decoders,
+    load,
+    replace,
+    template,
+    tokenizer_file,
+)
+
+
+@pytest.mark.parametrize('name', REJECTED)
+def test_hostile_files_are_one_line_errors(name):
+    facts, message = REJECTED[name]
+    with pytest.raises(InputError) as info:
+        load(facts)
+    assert message in str(info.value)
+    assert '\n' not in str(info.value)
+    assert len(str(info.value)) < 500
+
+
+@pytest.mark.parametrize('name', ['sequence of replacements', 'exponential time', 'decoders'])
+def test_an_import_rejects_hostile_files(tmp_path, name):
+    facts, message = REJECTED[name]
+    (tmp_path / 'tokenizer.json').write_text(json.dumps(facts))
+    with pytest.raises(InputError) as info:
+        files_for_import(tmp_path)
+    assert message in str(info.value)
+
+
+@pytest.mark.parametrize('name', ACCEPTED)
+def test_steps_of_published_tokenizers_load(name):
+    facts = tokenizer_file(**ACCEPTED[name])
+    if 'Precompiled' in json.dumps(facts):
+        # The map is not a valid trie, so only the limits are checked.
+        check_limits(facts)
+        return
+    assert len(load(facts).encode_batch(['a 12 a'])[0])
+
+
+@pytest.mark.parametrize('part', ['normalizer', 'pre_tokenizer', 'decoder', 'post_processor', 'model', 'added_tokens'])
+@pytest.mark.parametrize('value', [3, 'x', [], [3], {}, {'type': 'Sequence'}, {'type': 3}, True])
+def test_parts_of_other_types_are_one_line_errors(part, value):
+    with pytest.raises(InputError) as info:
+        load({**tokenizer_file(), part: value})
+    assert '\n' not in str(info.value)
+
+
+def test_a_text_that_expands_is_an_error_at_use(monkeypatch):
+    tokenizer = load(tokenizer_file(normalizer=replace('a', 'b' * 1000)))
+    monkeypatch.setattr(expansion, '_UNMEASURED_BYTES', 2**20)
+    monkeypatch.setattr(expansion, '_MAX_EXTRA_BYTES', 2**20)
+    with pytest.raises(InputError, match='the normalizer of the tokenizer expands 20,000 characters to 20,000,000'):
+        tokenizer.encode_batch(['a' * 20_000])
+    # Texts without the letter, and short texts, do not expand beyond the limit.
+    assert len(tokenizer.encode_batch(['c' * 20_000])[0]) == 20_000
+    assert len(tokenizer.encode_batch(['a'])[0]) == 1000
+
+
+def test_normalizers_expand_no_more_than_their_factors():
+    texts = ['ﷺ', 'İ', 'ΐ', '\U0001d160', 'ü', '一', 'a', 'ŉ', 'ﬃ', '㌖', 'Ⱥ']
+    for kind, factor in expansion._NORMALIZERS.items():
+        if isinstance(factor, float):
+            normalizer = getattr(normalizers, kind)()
+            grown = max(len(normalizer.normalize_str(text).encode()) / len(text.encode()) for text in texts)
+            assert grown <= factor, (kind, grown)
+    assert expansion._factor('normalizer', charsmap(64, b'ab', b'abc')) == 3
+
+
+def test_checks_do_not_change_texts():
+    tokenizer = load(tokenizer_file(**ACCEPTED['Llama 2']))
+    texts = ['a b ' * 10_000, 'c']
+    check_expansion(tokenizer._library, texts)
+    assert tokenizer.decode(tokenizer.encode_batch(texts)[1]) == 'c'
+
+
+def test_many_ids_before_a_text_are_an_error(tmp_path):
+    for ids in (64, 65):
+        (tmp_path / 'tokenizer.json').write_text(json.dumps(tokenizer_file(post_processor=template([X, A], ids=ids))))
+        if ids == 64:
+            assert len(Tokenizer.load(tmp_path / 'tokenizer.json').beginning_of_document) == 64
+    with pytest.raises(InputError, match='puts 65 tokens before a text'):
+        Tokenizer.load(tmp_path / 'tokenizer.json')
+
+
+def test_a_decoder_that_panics_is_an_error():
+    tokenizer = load(tokenizer_file(decoder=decoders({'type': 'Strip', 'content': 'a', 'start': 9, 'stop': 9})))
+    with pytest.raises(InputError, match='the tokenizer cannot decode ids'):
+        tokenizer.decode(tokenizer.encode_batch(['aab'])[0])

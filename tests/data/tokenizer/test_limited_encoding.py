@@ -1,0 +1,75 @@
+"""Tests that long texts are encoded in a process with limits, to the same ids."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from maxlm.data.tokenizer import limited_encoding
+from maxlm.data.tokenizer.limited_encoding import limit_encoding
+from maxlm.data.tokenizer.parse_special import encode_with_special
+from maxlm.errors import InputError
+from maxlm.sandbox.limited_process import ProcessLimits
+from tests.data.tokenizer.hostile_files import ACCEPTED, load, tokenizer_file
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Returns the sizes of the requests to the process."""
+    sizes, original = [], limited_encoding.limited_process
+
+    class Recorder:
+        def __init__(self, process):
+            self.process = process
+
+        def ask(self, request):
+            sizes.append(len(request))
+            return self.process.ask(request)
+
+    monkeypatch.setattr(limited_encoding, 'limited_process', lambda *args: Recorder(original(*args)))
+    return sizes
+
+
+def test_ids_are_equal(requests):
+    tokenizer = load(tokenizer_file(**ACCEPTED['Llama 2']))
+    texts = ['a b </s> ü ' * 3000, '', 'x']
+    calls = [
+        lambda: tokenizer.encode_batch(texts),
+        lambda: tokenizer.encode_batch_inside(texts),
+        lambda: tokenizer.encode_batch_inside(texts, after_special=True),
+        lambda: [encode_with_special(tokenizer, texts[0])],
+    ]
+    expected = [call() for call in calls]
+    assert not requests
+    with limit_encoding():
+        for call, rows in zip(calls, expected, strict=True):
+            found = call()
+            assert [row.tolist() for row in found] == [row.tolist() for row in rows]
+            assert all(row.dtype == np.uint32 for row in found)
+        assert len(requests) >= len(calls)
+        requests.clear()
+        tokenizer.encode_batch(['short'])
+    tokenizer.encode_batch(texts)
+    assert not requests
+
+
+def test_a_text_that_takes_too_long_is_an_error(monkeypatch):
+    monkeypatch.setattr(limited_encoding, '_LIMITS', ProcessLimits(cpu_seconds=0.5))
+    tokenizer = load(tokenizer_file(**ACCEPTED['digits from the right, as a separator']))
+    with limit_encoding():
+        with pytest.raises(InputError, match=r'the tokenization of the text takes more than 0\.5 s of CPU time'):
+            tokenizer.encode_batch(['1' * 100_000])
+        # The next text starts another process, which has to load the tokenizer again.
+        assert len(tokenizer.encode_batch(['1 ' * 10_000])[0]) == 20_000
+
+
+def test_errors_of_texts_reach_the_caller():
+    tokenizer = load(tokenizer_file())
+    with limit_encoding(), pytest.raises(InputError, match='not valid UTF-8 at character 20000'):
+        tokenizer.encode_batch(['a' * 20_000 + '\ud800'])
+
+
+def test_the_limit_ends_with_the_block():
+    with contextlib.suppress(KeyError), limit_encoding():
+        raise KeyError
+    assert not limited_encoding._is_limited.get()
