@@ -116,8 +116,8 @@ def _add_pages(app: FastAPI, service: Service, *, docs: bool) -> None:
     page = chat_page()
 
     @app.api_route(PAGE, methods=['GET', 'HEAD'])
-    async def show_page() -> Response:
-        return page.response()
+    async def show_page(request: Request) -> Response:
+        return page.response(request)
 
     if not docs:
         return
@@ -129,8 +129,8 @@ def _add_pages(app: FastAPI, service: Service, *, docs: bool) -> None:
         return JSONResponse(document)
 
     @app.get(DOCS)
-    async def show_reference() -> Response:
-        return reference.response()
+    async def show_reference(request: Request) -> Response:
+        return reference.response(request)
 
 
 def _add_tasks(app: FastAPI, service: Service) -> None:

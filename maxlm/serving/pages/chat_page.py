@@ -7,12 +7,13 @@ from pathlib import Path
 from maxlm.serving.pages.html_page import HtmlPage
 
 _FOLDER = Path(__file__).parent / 'chat'
-_SCRIPTS = ('markdown.js', 'settings.js', 'client.js', 'conversations.js', 'sidebar.js', 'page.js')
+_LIBRARIES = ('markdown-it.umd.min.js', 'purify.min.js')
+_SCRIPTS = ('elements.js', 'markdown.js', 'settings.js', 'client.js', 'conversations.js', 'sidebar.js', 'page.js')
 
 
 def chat_page() -> HtmlPage:
     """Returns the chat page."""
-    script = f"'use strict';\n{''.join(map(_read, _SCRIPTS))}"
+    script = '\n'.join(["'use strict';", *map(_read, (*_LIBRARIES, *_SCRIPTS))])
     return HtmlPage(_read('page.html'), style=_read('style.css'), script=script)
 
 

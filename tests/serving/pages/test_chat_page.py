@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from maxlm.serving.pages.chat_page import chat_page
@@ -26,9 +27,9 @@ def test_a_conversation(tab, engine):
     assert tab.texts(f'{text}strong') == ['once']
     assert tab.texts(f'{text}em') == ['file']
     assert tab.texts(f'{text}p code') == ['Counter']
-    assert tab.texts(f'{text}ol li') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
+    assert tab.texts(f'{text}ol p') == ['Open the file.', 'Count <img src=x onerror=alert(1)>.']
     assert tab.texts(f'{text}pre')[0].startswith('def count(path)')
-    assert len(tab.texts(f'{text}ul li')) == len(tab.texts(f'{text}blockquote')) == 1
+    assert len(tab.texts(f'{text}ul p')) == len(tab.texts(f'{text}blockquote')) == 1
     # A response is shown as text, not as HTML.
     assert tab.texts('img') == []
     (status,) = tab.texts('.assistant .stats')
@@ -246,7 +247,23 @@ def test_the_server_becomes_unavailable(browser):
 
 def test_the_page_loads_nothing_external():
     page = chat_page()
-    assert 'http' not in page.text.replace('http://www.w3.org/2000/svg', '')
+    before_script = page.text.partition('<script>')[0]
+    assert 'http' not in before_script.replace('http://www.w3.org/2000/svg', '')
     assert "default-src 'none'" in page.policy
+    assert "require-trusted-types-for 'script'; trusted-types dompurify" in page.policy
     assert 'unsafe' not in page.policy
     assert page.text.count('<script>') == page.text.count('</script>') == 1
+
+
+def test_the_browser_keeps_the_page(server):
+    page = httpx.get(server.url)
+    assert page.headers['cache-control'] == 'no-cache'
+    # Hosts of links are not looked up before the user opens them.
+    assert page.headers['x-dns-prefetch-control'] == 'off'
+    tag = page.headers['etag']
+    # A proxy that compresses the page changes the tag to a weak one.
+    for value in (tag, f'"other", W/{tag}'):
+        again = httpx.get(server.url, headers={'if-none-match': value})
+        assert (again.status_code, again.content) == (304, b'')
+        assert again.headers['content-security-policy'] == page.headers['content-security-policy']
+    assert httpx.get(server.url, headers={'if-none-match': '"other"'}).status_code == 200

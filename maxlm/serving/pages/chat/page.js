@@ -16,6 +16,8 @@ let model = null;
 let isTextShown = null;
 // The response that is being streamed: { controller, turn }.
 let running = null;
+// Views of the responses by turn.
+const views = new Map();
 
 const isText = () => Boolean(model) && (!model.chat || settings.mode === 'text');
 const kind = () => (isText() ? 'text' : 'chat');
@@ -59,13 +61,21 @@ function saveText() {
 }
 
 function renderTurns() {
-  keepScroll(() => log.replaceChildren(...turns.map((turn, index) => renderTurn(turn, index))));
+  keepScroll(() => {
+    log.replaceChildren(...turns.map((turn, index) => renderTurn(turn, index)));
+    renderWaiting();
+  });
+}
+
+// Returns the view of a response, which shows its current text after the next `renderWaiting`.
+function viewOf(turn) {
+  if (!views.has(turn)) views.set(turn, new MarkdownView());
+  views.get(turn).set(turn.content);
+  return views.get(turn);
 }
 
 function renderTurn(turn, index) {
-  const content = element('div', 'content');
-  if (turn.role === 'user') content.textContent = turn.content;
-  else content.append(...markdown(turn.content));
+  const content = turn.role === 'user' ? element('div', 'content', turn.content) : viewOf(turn).node;
   const article = element('article', `turn ${turn.role}`, content);
   article.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
   const isBusy = running?.turn === turn;
@@ -136,12 +146,15 @@ async function generate(path, body, turn, render) {
   const stats = new StreamStats();
   const controller = new AbortController();
   let isDue = false;
+  let milliseconds = 0;
   running = { controller, turn };
   setBusy();
   const update = () => {
     isDue = false;
     if (running?.controller !== controller) return;
+    const start = performance.now();
     render();
+    milliseconds = performance.now() - start;
     $('speed').textContent = stats.summary;
   };
   try {
@@ -149,8 +162,8 @@ async function generate(path, body, turn, render) {
       stats.add(chunk);
       turn.content += chunk.text;
       if (chunk.finish === 'length') turn.ended = 'length';
-      // Rendering a long response is slow, so it is rendered less often.
-      if (!isDue) setTimeout(update, Math.min(16 + turn.content.length / 200, 500));
+      // Rendering takes at most a fifth of the time.
+      if (!isDue) setTimeout(update, Math.max(16, 4 * milliseconds));
       isDue = true;
     }
     announce('The response is complete.');
@@ -184,8 +197,10 @@ async function answer(isShortened = false) {
   running = { turn };
   renderTurns();
   scrollToEnd();
-  const content = log.lastChild.querySelector('.content');
-  const render = () => keepScroll(() => content.replaceChildren(...markdown(turn.content)));
+  const render = () => {
+    viewOf(turn);
+    keepScroll(renderWaiting);
+  };
   await generate('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, render);
   save(conversation);
   // The user may have opened another conversation in the meantime.
@@ -243,6 +258,8 @@ function openConversation(conversation) {
   current = conversation;
   rememberShown(conversation);
   turns = conversation.turns;
+  views.clear();
+  waiting.clear();
   undoStack = [];
   text.value = conversation.text;
   text.readOnly = false;

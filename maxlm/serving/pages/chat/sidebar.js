@@ -113,7 +113,9 @@ function setUpSidebar({ kind, current, open, startNew, announce }) {
 
   function confirmDeletion(conversation) {
     const dialog = document.getElementById('confirm');
-    document.getElementById('confirm-text').textContent = `Delete “${titleOf(conversation)}”? This cannot be undone.`;
+    // Characters of the title that change the direction of text do not affect the rest of the question.
+    const title = element('bdi', '', titleOf(conversation));
+    document.getElementById('confirm-text').replaceChildren('Delete “', title, '”? This cannot be undone.');
     dialog.returnValue = '';
     dialog.onclose = () => {
       if (dialog.returnValue !== 'delete') return;
