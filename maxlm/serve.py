@@ -114,6 +114,11 @@ def _parser() -> ArgumentParser:
         action='store_true',
         help='encode names of special tokens in text prompts as their ids, unless a request sets parse_special',
     )
+    parser.add_argument(
+        '--no-shared-prefixes',
+        action='store_true',
+        help='never reuse the cached prefix of another request, unless both have the same cache_salt',
+    )
     parser.add_argument('--docs', action='store_true', help='serve an API reference at /docs and /openapi.json')
     parser.add_argument(
         '--allow-origin',

@@ -145,6 +145,38 @@ def test_completions_equal_those_of_the_engine(complete, generate, model):
     assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
 
 
+def test_prefixes_are_not_shared_by_requests_without_a_common_salt(model, engine):
+    served = ServedModel(
+        'tiny', model.step, model.tokenizer, model.chat, engine, DETAILS._replace(dim=model.config.model.dim)
+    )
+    prompt, message = 'A shared prefix of tokens. ' * 2, [{'role': 'user', 'content': 'A shared prefix of tokens.'}]
+
+    def reused(client, **given):
+        before = engine.state.cached_tokens
+        if 'messages' in given:
+            client.chat.completions.create(model='tiny', max_tokens=1, **given)
+        else:
+            client.completions.create(model='tiny', max_tokens=1, prompt=prompt, **given)
+        return engine.state.cached_tokens - before > 0
+
+    salted, other = ({'extra_body': {'cache_salt': salt}} for salt in ('a', 'b'))
+    for shares in (True, False):
+        with (
+            ServerThread(served._replace(share_prefixes=shares)) as server,
+            client_of(server) as client,
+        ):
+            for _ in range(2):
+                reused(client)
+            assert reused(client) == shares
+            for _ in range(2):
+                reused(client, messages=message)
+            assert reused(client, messages=message) == shares
+            assert [reused(client, **salt) for salt in (salted, salted, other, other)] == [False, True, False, True]
+            # The samples of a request, and its prompts, share their prefix.
+            assert reused(client, n=3)
+            assert not reused(client, extra_body={'cache_salt': 'c'})
+
+
 def test_embeddings_are_normalized_means_of_hidden_states(client, model):
     texts = ['Once', 'Twice upon a time', (string.ascii_letters * 15)[:CONTEXT]]
     answer = client.embeddings.create(model='tiny', input=texts)

@@ -67,7 +67,14 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
         trim_malloc()
         name = options.served_model_name or default_model_name(options.checkpoint)
         served = ServedModel(
-            name, model.step, model.tokenizer, model.chat, engine, details, parse_special=options.parse_special
+            name,
+            model.step,
+            model.tokenizer,
+            model.chat,
+            engine,
+            details,
+            parse_special=options.parse_special,
+            share_prefixes=not options.no_shared_prefixes,
         )
         running = Server(
             served,

@@ -14,12 +14,14 @@ from maxlm.storage.json_text import parse_json, to_json
 BEGIN, END = '<tool_call>', '</tool_call>'
 # A JSON string, the rest of a line or text after a quotation mark without an end, or the end of a call.
 _STRING_OR_END = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|\\?\Z)?|' + END)
+# The beginning of a call whose arguments may be incomplete.
+_PARTIAL = re.compile(r'\s*\{"name": ("[^"\\]*(?:\\.[^"\\]*)*"), "arguments": (.*)', re.DOTALL)
 # Chat templates write the object with `json.dumps`.
 _WHITESPACE = {'whitespace_flexible': False, 'item_separator': ', ', 'key_separator': ': '}
 
 
 class ToolCall(NamedTuple):
-    """A call of a function. `arguments` is a JSON object as text."""
+    """A call of a function. `arguments` is a JSON object as text, or the beginning of one if the call is partial."""
 
     id: str
     name: str
@@ -63,17 +65,20 @@ class ToolCallParser:
 
     Attributes:
         num_calls: number of calls so far.
+        is_partial: True if the text ended within a call.
     """
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.is_partial = False
         self._rest = ''
 
-    def feed(self, text: str, *, is_last: bool) -> list[str | ToolCall]:
+    def feed(self, text: str, *, is_last: bool, allow_partial: bool = False) -> list[str | ToolCall]:
         """Returns the pieces of content and the calls that are complete, in order.
 
         The possible beginning of a call, and whitespace before it, are withheld. At the end of a text, an incomplete
-        call is content.
+        call is content by default. With `allow_partial`, it is a call with the beginning of its arguments, or nothing
+        if its name is incomplete, as in OpenAI's API.
         """
         self._rest += text
         pieces: list[str | ToolCall] = []
@@ -82,7 +87,7 @@ class ToolCallParser:
             if END not in after:
                 break
             stop = _end_of_call(after)
-            if stop is None and not is_last:
+            if stop is None and (allow_partial or not is_last):
                 break
             call = None if stop is None else self._parse(after[:stop])
             if call is None or stop is None:
@@ -91,6 +96,10 @@ class ToolCallParser:
             else:
                 pieces += [piece for piece in (before.rstrip(), call) if piece]
             self._rest = after[stop + len(END) :]
+        before, begin, after = self._rest.partition(BEGIN)
+        if is_last and allow_partial and begin:
+            self._rest = ''
+            return pieces + [piece for piece in (before.rstrip(), self._parse_partial(after)) if piece]
         held = 0 if is_last else self._num_held()
         content, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
         # Line breaks between and after calls are no content.
@@ -111,17 +120,35 @@ class ToolCallParser:
             call = parse_json(body)
         except ValueError:
             return None
-        if not isinstance(call, dict) or not isinstance(call.get('name'), str):
+        if not isinstance(call, dict):
             return None
         arguments = call.get('arguments')
         try:
             # Some models write the arguments as a string.
             shown = arguments if isinstance(arguments, list | int | float) else parse_arguments(arguments)
-            found = ToolCall(f'call_{uuid.uuid4().hex}', call['name'], to_json(shown))
+            return self._call(call.get('name'), to_json(shown))
         except ValueError:
             return None
+
+    def _parse_partial(self, body: str) -> ToolCall | None:
+        # Only the end of the call may be missing.
+        call = self._parse(body[: body.rfind('}') + 1])
+        if call is not None:
+            return call
+        self.is_partial = True
+        found = _PARTIAL.match(body)
+        try:
+            return None if found is None else self._call(parse_json(found[1]), found[2])
+        except ValueError:
+            return None
+
+    def _call(self, name: Any, arguments: str) -> ToolCall | None:
+        """Returns a call, or None if the name is no text. Raises ValueError for unpaired surrogates in the name."""
+        if not isinstance(name, str):
+            return None
+        to_json(name)
         self.num_calls += 1
-        return found
+        return ToolCall(f'call_{uuid.uuid4().hex}', name, arguments)
 
 
 def _end_of_call(text: str) -> int | None:

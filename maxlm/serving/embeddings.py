@@ -54,7 +54,8 @@ def parse_embedding_request(api_request: EmbeddingRequest, served: ServedModel) 
                     param='input',
                     code='context_length_exceeded' if tokens else None,
                 )
-        requests = [Request(tuple(tokens), max_tokens=0, embed=True) for tokens in ids]
+        cache_salt = served.cache_salt()
+        requests = [Request(tuple(tokens), max_tokens=0, embed=True, cache_salt=cache_salt) for tokens in ids]
         for request in requests:
             served.engine.check(request)
     except InputError as error:

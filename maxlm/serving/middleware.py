@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import re
 import time
 from collections.abc import Collection
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from maxlm.serving.service import Service
 
 # Status that nginx uses for a client that disconnected.
 _CLIENT_CLOSED_REQUEST = '499'
+# A Host header. A more lenient parser may find another name in it than browsers and proxies do.
+_HOST = re.compile(r'([a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?')
 _HEADERS = {
     'x-content-type-options': 'nosniff',
     'x-frame-options': 'DENY',
@@ -52,14 +55,15 @@ class AccessPolicy:
 
     def check(self, path: str, headers: Headers) -> None:
         """Raises ApiError if a request is not allowed."""
-        hosts, origins = headers.getlist('host'), headers.getlist('origin')
-        if len(hosts) != 1 or len(origins) > 1 or (self._loopback and not self._is_allowed_host(_hostname(hosts[0]))):
+        hosts, origins = [host.lower() for host in headers.getlist('host')], headers.getlist('origin')
+        found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if found is None or len(origins) > 1 or (self._loopback and not self._is_allowed_host(found[1].strip('[]'))):
             raise ApiError(
                 403,
                 'Host header not allowed; add the host name with --allow-origin=http://NAME',
                 code='host_not_allowed',
             )
-        if origins and origins[0] not in self._origins and _netloc(origins[0]) != hosts[0].lower():
+        if origins and origins[0] not in {*self._origins, f'http://{hosts[0]}', f'https://{hosts[0]}'}:
             raise ApiError(403, 'Origin not allowed; add it with --allow-origin', code='origin_not_allowed')
         if self._key and path not in PUBLIC_PATHS:
             scheme, _, credentials = headers.get('authorization', '').partition(' ')
@@ -141,19 +145,3 @@ def internal_error() -> ApiError:
 def error_response(error: ApiError) -> JSONResponse:
     """Converts an error to a JSON response."""
     return JSONResponse(error.body, error.status, error.headers)
-
-
-def _hostname(host: str) -> str:
-    """Returns the host name of a Host header without its port, or '' if it is malformed."""
-    try:
-        return urlsplit(f'//{host}').hostname or ''
-    except ValueError:
-        return ''
-
-
-def _netloc(origin: str) -> str:
-    """Returns host name and port of an origin, as in a Host header."""
-    try:
-        return urlsplit(origin).netloc.lower()
-    except ValueError:
-        return ''

@@ -58,6 +58,7 @@ class ServedModel(NamedTuple):
     """A model and the name under which it is served.
 
     With `parse_special`, names of special tokens in text prompts become their ids, unless a request says otherwise.
+    Without `share_prefixes`, requests reuse cached prefixes only of requests with the same `cache_salt`.
     """
 
     name: str
@@ -67,6 +68,12 @@ class ServedModel(NamedTuple):
     engine: EngineLike
     details: ModelDetails
     parse_special: bool = False
+    share_prefixes: bool = True
+
+    def cache_salt(self, salt: str | None = None) -> str:
+        """Returns the salt of an engine request for that of an API request."""
+        # No client can send the salts that start with the other letter.
+        return f'c{salt}' if salt else '' if self.share_prefixes else f'r{secrets.token_hex(16)}'
 
 
 class EngineRequests(NamedTuple):
@@ -76,11 +83,13 @@ class EngineRequests(NamedTuple):
         requests: one request per prompt.
         echoes: text to echo before each response; '' = none.
         has_tools: responses may contain tool calls.
+        requires_calls: responses consist of tool calls only.
     """
 
     requests: list[Request]
     echoes: list[str]
     has_tools: bool = False
+    requires_calls: bool = False
 
 
 def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
@@ -118,6 +127,7 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
             'request',
             param='logprobs',
         )
+    cache_salt = served.cache_salt(api_request.cache_salt)
     requests = [
         _engine_request(
             prompt,
@@ -127,6 +137,7 @@ def parse_completion_request(api_request: CompletionRequest, served: ServedModel
             max_allowed=max_tokens,
             top_log_probs=api_request.logprobs,
             param='prompt',
+            cache_salt=cache_salt,
             score_prompt=score_prompt,
         )
         for prompt in ids
@@ -161,9 +172,11 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
         max_allowed=max_tokens,
         top_log_probs=top_log_probs,
         param='messages',
+        cache_salt=served.cache_salt(api_request.cache_salt),
         grammar='' if options is None else options.grammar,
     )
-    return EngineRequests([request], [''], has_tools=options is not None)
+    requires_calls = options is not None and options.is_required
+    return EngineRequests([request], [''], has_tools=options is not None, requires_calls=requires_calls)
 
 
 def check_tools(api_request: ChatCompletionRequest, served: ServedModel) -> None:
@@ -264,6 +277,7 @@ def _engine_request(
     max_allowed: int,
     top_log_probs: int | None,
     param: str,
+    cache_salt: str,
     grammar: str = '',
     score_prompt: bool = False,
 ) -> Request:
@@ -291,6 +305,7 @@ def _engine_request(
             ignore_eos=bool(api_request.ignore_eos),
             grammar=grammar if schema is None else json_grammar(schema),
             score_prompt=score_prompt,
+            cache_salt=cache_salt,
         )
         served.engine.check(request)
     except InputError as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.requests import Delta, GeneratedToken, PromptScores
-from maxlm.inference.tool_calls import ToolCall, ToolCallParser
+from maxlm.inference.tool_calls import BEGIN, ToolCall, ToolCallParser
 
 # OpenAI's value for impossible tokens, because JSON has no infinity.
 _MIN_LOG_PROB = -9999.0
@@ -148,6 +148,7 @@ class ResponseBuilder:
         echoes: Sequence[str],
         prompts: Sequence[Sequence[int]] = (),
         has_tools: bool = False,
+        requires_calls: bool = False,
     ):
         """Initializes the builder.
 
@@ -160,6 +161,7 @@ class ResponseBuilder:
             echoes: prefix text of each choice.
             prompts: token ids of the prompt of each choice. Required for log-probabilities of completions.
             has_tools: the text may contain tool calls.
+            requires_calls: the text consists of tool calls only.
         """
         self.chat = chat
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
@@ -172,6 +174,7 @@ class ResponseBuilder:
             'model': model,
             'system_fingerprint': f'step-{step}',
         }
+        self._requires_calls = requires_calls
         self._parsers = [ToolCallParser() for _ in echoes] if has_tools else None
         self._lists = [
             _CompletionLogProbs(token_decoder, prompt, echo)
@@ -230,11 +233,15 @@ class ResponseBuilder:
         if self._parsers is None:
             return text, [], finish_reason
         parser = self._parsers[choice]
-        pieces = parser.feed(text, is_last=finish_reason is not None)
-        if finish_reason == 'stop' and parser.num_calls:
+        # The grammar of tools excludes texts with an incomplete call, except if max_tokens or a stop string ends them.
+        pieces = parser.feed(text, is_last=finish_reason is not None, allow_partial=True)
+        if finish_reason == 'stop' and parser.num_calls and not parser.is_partial:
             finish_reason = 'tool_calls'
         calls = [piece for piece in pieces if isinstance(piece, ToolCall)]
-        return ''.join(piece for piece in pieces if isinstance(piece, str)), calls, finish_reason
+        content = ''.join(piece for piece in pieces if isinstance(piece, str))
+        # The text may end within the beginning of a call.
+        is_beginning = self._requires_calls and BEGIN.startswith(content.strip())
+        return '' if is_beginning else content, calls, finish_reason
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

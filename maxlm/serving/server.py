@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -187,6 +188,9 @@ def serve_until_stopped(server: Server) -> int:
         faulthandler.dump_traceback_later(server.drain_seconds + _SHUTDOWN_SECONDS, exit=True)
         server.stop()
 
+    # Otherwise each full garbage collection traverses the objects of all imported libraries, for about 0.2 s.
+    gc.collect()
+    gc.freeze()
     try:
         return asyncio.run(run())
     finally:

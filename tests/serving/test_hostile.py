@@ -17,7 +17,7 @@ from tests.serving.hostile import MAX_BODY, Generator, Hostile, Wire, request
 from tests.serving.serving_thread import ServerThread, until
 
 MAX_GROWTH = 16 * 2**20
-EXPECTED = {200, 400, 403, 404, 405, 413, 415}
+EXPECTED = {200, 400, 403, 404, 405, 413, 415, 431}
 # The timeouts are long enough for a busy machine.
 LIMITS = ServerLimits(max_request_bytes=MAX_BODY, drain_seconds=1)
 GOOD = Hostile('good', request('/v1/completions', json.dumps({'prompt': 'a', 'max_tokens': 3, 'seed': 1}).encode()))

@@ -314,10 +314,10 @@ class Engine:
             return sample
 
     def _assign_slot(self, sample: ActiveSequence) -> None:
-        reusable, counts = sample.reusable_tokens, self._compiled.row_counts
-        slot, source, shared = choose_slot(self._slots, reusable, slack=self._ring_slack, row_counts=counts)
+        reusable, counts, salt = sample.reusable_tokens, self._compiled.row_counts, sample.request.cache_salt
+        slot, source, shared = choose_slot(self._slots, reusable, slack=self._ring_slack, row_counts=counts, salt=salt)
         self._clock += 1
-        slot.sample, slot.last_used = sample, self._clock
+        slot.sample, slot.last_used, slot.salt = sample, self._clock, salt
         if source is not slot:
             self._state = self._compiled.copy_slot(self._state, source.number, slot.number)
             # The source may have been written beyond the shared prefix.

@@ -43,6 +43,7 @@ class Request:
         embed: compute the embedding of the prompt, the mean of its last hidden states, instead of a continuation.
         score_prompt: also compute the log-probabilities of the prompt's tokens, and of `top_log_probs` tokens at each
             position.
+        cache_salt: only requests with the same salt reuse cached prefixes of each other.
 
     Raises:
         InputError: a value is out of range. `Engine.check` verifies that the request fits into the context.
@@ -59,6 +60,7 @@ class Request:
     grammar: str | CompiledGrammar = ''
     embed: bool = False
     score_prompt: bool = False
+    cache_salt: str = ''
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -23,6 +23,7 @@ class Slot:
         number: index of the row.
         sample: sample that uses the slot, or None if the slot is free.
         content: tokens whose keys and values are cached, at positions 0, 1, 2, …
+        salt: `Request.cache_salt` of the request that wrote the content.
         num_written: upper bound of the positions written since the content started.
         last_used: step of the logical clock at the last assignment.
     """
@@ -31,6 +32,7 @@ class Slot:
         self.number = number
         self.sample: Any = None
         self.content: list[int] = []
+        self.salt = ''
         self.num_written = 0
         self.last_used = 0
 
@@ -72,7 +74,7 @@ class CacheLength:
 
 
 def choose_slot(
-    slots: Sequence[Slot], prompt: np.ndarray, *, slack: float, row_counts: Sequence[int]
+    slots: Sequence[Slot], prompt: np.ndarray, *, slack: float, row_counts: Sequence[int], salt: str = ''
 ) -> tuple[Slot, Slot, int]:
     """Chooses the slot for a prompt and the slot whose keys and values it reuses.
 
@@ -82,13 +84,14 @@ def choose_slot(
         slack: number of positions after the shared ones that may have been written without overwriting them in
             ring buffers.
         row_counts: ascending numbers of first slots that are decoded together. Decoding fewer rows is faster.
+        salt: only slots with this salt are reused.
 
     Returns:
         The target slot, the source slot, and the number of reused tokens.
     """
 
     def num_reusable(slot: Slot) -> int:
-        num = min(slot.num_shared(prompt), len(prompt) - 1)
+        num = min(slot.num_shared(prompt), len(prompt) - 1) if slot.salt == salt else 0
         return num if num >= MIN_SHARED_TOKENS and slot.num_written <= num + slack else 0
 
     source = max(slots, key=num_reusable)

@@ -109,6 +109,12 @@ class RequestBase(RequestObject):
         None, description=f'A string or up to {MAX_STOPS} strings that end a choice and are not part of it.'
     )
     ignore_eos: bool | None = Field(None, description='Continue after an end token.')
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description='Reuse cached prefixes only of requests with the same salt, a secret of the client.',
+    )
     # Validated by `response_schema`.
     response_format: Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)] = Field(
         None, description='Restrict each choice to a JSON object, or to JSON that follows a schema.'

@@ -55,10 +55,12 @@ class CallOptions(NamedTuple):
     Attributes:
         tools: tools that the prompt shows, as JSON.
         grammar: grammar of the response.
+        is_required: the response consists of calls only.
     """
 
     tools: list[dict[str, Any]]
     grammar: str
+    is_required: bool
 
 
 def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | None) -> CallOptions | None:
@@ -98,12 +100,13 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
     except ValueError as error:
         raise ApiError(400, str(error), param='tools') from error
     schemas = {tool['function']['name']: tool['function'].get('parameters', _NO_ARGUMENTS) for tool in shown}
+    is_required = choice == 'required' or named is not None
     grammar = call_grammar(
         schemas if named is None else {named: schemas[named]},
-        is_required=choice == 'required' or named is not None,
+        is_required=is_required,
         is_single=parallel is False or named is not None,
     )
-    return CallOptions(shown, grammar)
+    return CallOptions(shown, grammar, is_required)
 
 
 def _names(tools: Sequence[Tool]) -> set[str]:

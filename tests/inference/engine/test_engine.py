@@ -148,6 +148,16 @@ def test_overlapping_requests_equal_separate_requests(fresh):
     assert fresh.state.passes < sum(wanted) / 2
 
 
+def test_prefixes_are_shared_by_requests_with_the_same_salt_only(fresh):
+    prompt, reused = tuple(PROMPTS[2]), []
+    for salt, num_samples in [('', 1), ('', 1), ('a', 1), ('a', 1), ('b', 3), ('', 1)]:
+        before = fresh.state.cached_tokens
+        fresh.complete([Request(prompt, 1, num_samples=num_samples, cache_salt=salt)])
+        reused.append(fresh.state.cached_tokens - before)
+    # The second and third sample of a request always reuse its prompt.
+    assert reused == [share * (len(prompt) - 1) for share in (0, 1, 0, 1, 2, 0)]
+
+
 def test_shared_prefixes_are_computed_once(fresh, monkeypatch):
     prompt = PROMPTS[2]
     first = generate(fresh, [prompt])[0]

@@ -17,8 +17,8 @@ def slot(number, content, *, busy=False, used=0, written=None):
     return made
 
 
-def choose(slots, prompt=PROMPT, slack=math.inf, counts=(4,)):
-    target, source, shared = choose_slot(slots, prompt, slack=slack, row_counts=counts)
+def choose(slots, prompt=PROMPT, slack=math.inf, counts=(4,), salt=''):
+    target, source, shared = choose_slot(slots, prompt, slack=slack, row_counts=counts, salt=salt)
     return target.number, source.number, shared
 
 
@@ -26,6 +26,12 @@ def test_shared_tokens_of_a_slot():
     assert slot(0, [100, 101, 5]).num_shared(PROMPT) == 2
     assert slot(0, range(100, 200)).num_shared(PROMPT) == 40
     assert slot(0, []).num_shared(PROMPT) == 0
+
+
+def test_only_slots_with_the_same_salt_are_reused():
+    slots = [slot(0, range(100, 120)), slot(1, range(100, 130), busy=True), slot(2, [])]
+    slots[0].salt, slots[1].salt = 'a', 'b'
+    assert [choose(slots, salt=salt)[1:] for salt in ('a', 'b', '')] == [(0, 20), (1, 30), (0, 0)]
 
 
 def test_the_longest_prefix_is_reused():
