@@ -93,6 +93,8 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 
 def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
     """Writes the resolved config, the tokenizer, its boundaries and its chat template into the workdir of a new run."""
+    # The copies may be uploaded, so no file outside the directory is copied.
+    check_entries(tokenizer.parent, (tokenizer.name, TEXT_BOUNDARIES, CHAT_TEMPLATE))
     try:
         replace_file(workdir / CONFIG, to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
