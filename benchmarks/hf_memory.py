@@ -28,8 +28,9 @@ import numpy as np
 from benchmarks.step import machine
 from maxlm import hf
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
-from maxlm.config.loading import build, default, to_json
+from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
+from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, exit_code
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.workdir.files import CONFIG, read_config

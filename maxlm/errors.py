@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import select
@@ -26,7 +27,21 @@ EXIT_BROKEN_PIPE = 141
 
 # Argument that makes a command return its parser. No command line can contain NUL.
 _GIVE_PARSER = '\0'
+# Errors of paths, which do not disappear when the command is repeated.
+_PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
 _REPEATED = re.compile(r'argument (\S+): =')
+
+
+def escape_controls(text: str) -> str:
+    """Escapes characters that control a terminal, except newlines and tabs, and those that are not printable."""
+    if text.isprintable():
+        return text
+    return ''.join(c if c.isprintable() or c in '\n\t' else c.encode('unicode_escape').decode() for c in text)
+
+
+def one_line(text: object) -> str:
+    """Returns a text as one line. Names and values from files may contain newlines and escape sequences."""
+    return escape_controls(' '.join(str(text).split()))
 
 
 class InputError(Exception):
@@ -35,6 +50,9 @@ class InputError(Exception):
     The message is one line that names the invalid file, key or value and how to fix it. Commands print it without a
     traceback and exit with code 2. Code that raises it leaves no partial output.
     """
+
+    def __init__(self, message: object = ''):
+        super().__init__(one_line(message))
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -118,14 +136,16 @@ def os_message(error: OSError) -> str:
 
 
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
-    """Runs `command(argv)` and returns its exit code. An InputError becomes one line on stderr and exit code 2."""
+    """Runs `command(argv)` and returns its exit code. An InputError becomes one line on stderr and exit code 2.
+
+    So does an OSError about a path that cannot be opened, such as a name in a file that is too long.
+    """
     try:
         code = command(argv) or EXIT_DONE
         sys.stdout.flush()
         return code
     except InputError as error:
-        line = ' '.join(str(error).split())
-        print(f'error: {line}', file=sys.stderr)
+        print(f'error: {error}', file=sys.stderr)
         return EXIT_BAD_INPUT
     except TerminatedError as error:
         print(error, file=sys.stderr)
@@ -139,6 +159,11 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
         # The reader has exited, as in `maxlm configs | head`. Python flushes stdout again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None or error.errno not in _PATH_ERRORS:
+            raise
+        print(one_line(f'error: {error.filename}: {os_message(error)}; use another path'), file=sys.stderr)
+        return EXIT_BAD_INPUT
 
 
 def _is_stdout_closed() -> bool:

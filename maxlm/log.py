@@ -12,7 +12,7 @@ from types import TracebackType
 
 from tqdm import tqdm
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, escape_controls, one_line, os_message
 from maxlm.formatting import format_bytes, format_duration, format_int, format_number, format_rate
 
 logger = logging.getLogger('maxlm')
@@ -22,6 +22,15 @@ RUN_LOG = 'run.log'
 BYTES = 'B'
 # Time between two progress lines.
 LINE_SECONDS = 10.0
+
+
+class _Formatter(logging.Formatter):
+    """Escapes control characters. Warnings, which may contain names from files, are one line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the name is that of logging
+        if record.levelno >= logging.WARNING:
+            record.message = one_line(record.message)
+        return escape_controls(super().formatMessage(record))
 
 
 class _ConsoleHandler(logging.Handler):
@@ -59,17 +68,18 @@ class Console:
 
     def __init__(self, workdir: Path | None = None, *, process: int = 0):
         self._handlers: list[logging.Handler] = [_ConsoleHandler()]
+        self._handlers[0].setFormatter(_Formatter())
         if process:
             warnings = logging.StreamHandler(sys.stderr)
             warnings.setLevel(logging.WARNING)
-            warnings.setFormatter(logging.Formatter(f'[process {process}] %(message)s'))
+            warnings.setFormatter(_Formatter(f'[process {process}] %(message)s'))
             self._handlers = [warnings]
         if workdir is not None and not process:
             try:
                 file = _LogFile(workdir / RUN_LOG, encoding='utf-8')
             except OSError as error:
                 raise InputError(f'{workdir / RUN_LOG}: {os_message(error)}; choose another --workdir') from error
-            file.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+            file.setFormatter(_Formatter('%(asctime)s %(levelname)s %(message)s'))
             self._handlers.append(file)
 
     def __enter__(self) -> Console:

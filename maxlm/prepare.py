@@ -7,7 +7,7 @@ import sys
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.tokenizer.tokenizer import SPECS
-from maxlm.errors import ArgumentParser, exit_code, text_argument
+from maxlm.errors import ArgumentParser, escape_controls, exit_code, text_argument
 from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     output = prepare_dataset(options)
     if not options.quiet:
         # File names need not be valid text.
-        print('\n'.join([*output.summary, *skipped_files(output.not_text)]).encode(errors='backslashreplace').decode())
+        print(escape_controls('\n'.join([*output.summary, *skipped_files(output.not_text)])))
         command = training_command(
             options.output,
             output.format,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.config.schema import Config
+from maxlm.config.serialization import public_command
 from maxlm.config.validation import nearest
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
 from maxlm.hints import HINTS, print_next
@@ -180,7 +181,11 @@ def _check_vocabulary(config: Config, vocabularies: Mapping[str, int]) -> None:
 def run_phases(commands: Sequence[Sequence[str]], *, max_failures: int) -> int:
     """Runs the commands in order until one fails or a signal arrives, and returns the exit code of the last one."""
     for number, command in enumerate(commands, start=1):
-        print(f'recipe: phase {number} of {len(commands)}: {shlex.join(command)}', file=sys.stderr, flush=True)
+        print(
+            f'recipe: phase {number} of {len(commands)}: {shlex.join(public_command(command))}',
+            file=sys.stderr,
+            flush=True,
+        )
         is_training = any(f'maxlm.{verb}' in command for verb in TRAINING) or command[0] != sys.executable
         policy = Policy(max_failures if is_training else 1, 10.0, find_workdir(command) if is_training else '')
         supervisor = Supervisor(command, policy)

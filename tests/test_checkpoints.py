@@ -16,8 +16,8 @@ from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.restore import is_params_only
-from maxlm.config.loading import to_json
 from maxlm.config.schema import CheckpointConfig
+from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.formatting import format_bytes
 from maxlm.trainer.run_context import _surplus, check_resume

@@ -6,8 +6,9 @@ import tarfile
 import pytest
 
 from maxlm import plan, train
-from maxlm.config.loading import default, from_json, load, to_json
+from maxlm.config.loading import default, from_json, load
 from maxlm.config.schema import SECTIONS
+from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.renames import (
     KEYS,

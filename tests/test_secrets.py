@@ -8,7 +8,10 @@ import sys
 import pytest
 import zstandard
 
+from maxlm.config.loading import load
+from maxlm.config.serialization import HIDDEN, public_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
+from maxlm.report import main
 from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -27,6 +30,8 @@ VARIABLES = {
     # No server listens on this port.
     'ALERTS_URL': f'http://127.0.0.1:9/{MARK}-7',
 }
+# Commands can use variables instead, but users put secrets into them.
+COMMAND = f'curl https://example.org/{MARK}-11'
 FILES = {
     'GOOGLE_APPLICATION_CREDENTIALS': f'{{"type": "service_account", "private_key": "{MARK}-8"}}',
     'AWS_SHARED_CREDENTIALS_FILE': f'[default]\naws_secret_access_key = {MARK}-9\n',
@@ -74,6 +79,7 @@ def test_files_and_output_contain_no_secret(dataset, tmp_path, secrets, monkeypa
     settings = {
         'alerts__webhook_env_var': 'ALERTS_URL',
         'alerts__file': 'alerts.jsonl',
+        'alerts__command': COMMAND,
         'checkpoint__save_interval_steps': 1,
     }
     words = [str(word) for word in arguments(dataset, workdir, train__num_steps=2, **settings)]
@@ -88,8 +94,17 @@ def test_files_and_output_contain_no_secret(dataset, tmp_path, secrets, monkeypa
     assert MARK not in ''.join([done.stdout, done.stderr, *capfd.readouterr()])
     assert [line['step'] for line in read_metrics(workdir) if 'train/loss' in line] == [1, 2, 3]
     assert 'ALERTS_URL' in (workdir / 'config.json').read_text()
+    assert main(['--output', str(tmp_path / 'report.html'), str(workdir)]) == EXIT_DONE
+    page = (tmp_path / 'report.html').read_text()
+    assert MARK not in page
+    assert HIDDEN in page
+    # Only the owner can read the file with which the run can resume.
+    assert load(str(workdir / 'config.json')).alerts.command == COMMAND
+    assert (workdir / 'config.json').stat().st_mode & 0o777 == 0o600
+    assert MARK not in public_json((workdir / 'config.json').read_text())
+    (workdir / 'config.json').unlink()
     names = {path.name for path in workdir.iterdir()}
-    assert {'checkpoints', 'config.json', 'metrics.jsonl', 'run.log', 'tensorboard'} <= names
+    assert {'checkpoints', 'metrics.jsonl', 'run.log', 'tensorboard'} <= names
     assert leaks(workdir) == []
     searched = sum(path.is_file() for path in workdir.rglob('*'))
     # Negative control: planted secrets are found, including compressed ones.
@@ -97,7 +112,7 @@ def test_files_and_output_contain_no_secret(dataset, tmp_path, secrets, monkeypa
     files[0].write_bytes(b'before' + zstandard.compress(VARIABLES['HF_TOKEN'].encode()))
     files[1].write_text(FILES['NETRC'])
     assert leaks(workdir) == ['checkpoints/planted', 'plain']
-    planted = len(VARIABLES) + len(FILES)
+    planted = len(VARIABLES) + len(FILES) + 1
     measured(
         record_property, 'secrets', f'{planted} planted: 0 found in {searched} files and the output of two attempts'
     )

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from maxlm import hf, prepare
-from maxlm.data.dataset.records import MANIFEST_NAME
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.storage.bucket import Bucket
 from maxlm.workdir import upload_directory as uploads

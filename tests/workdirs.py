@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from maxlm.config.loading import to_json
+from maxlm.config.serialization import to_json
 from maxlm.workdir.lock import LOCK, this_process
 from tests.run_lines import (
     BEAT,

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from maxlm.commands.training_hint import training_command
-from maxlm.data.dataset.records import MANIFEST_NAME
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
 from maxlm.errors import InputError
 from maxlm.hints import print_next

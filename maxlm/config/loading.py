@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import math
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from maxlm.config.path_keys import check_paths
 from maxlm.config.ranges import check_ranges
 from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
 from maxlm.config.sections.model import FAMILY
+from maxlm.config.serialization import HIDDEN, SECRET_KEYS, to_json
 from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
@@ -120,7 +122,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     Raises:
         InputError: a key or a value is not usable.
     """
-    values = _parse_json(to_json(config))
+    values = _parse_json(to_json(config, with_secrets=True))
     _check_family_is_open(values, 'the config', overrides)
     return _build_with(values, overrides)
 
@@ -166,19 +168,6 @@ def from_json(text: str) -> Config:
         return config
     except InputError as error:
         raise ValueError(str(error)) from error
-
-
-def to_json(config: Config) -> str:
-    return json.dumps(_as_dict(config), indent=2) + '\n'
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Returns the config as a flat dict from `section.key` to value."""
-    return {f'{section}.{key}': value for section, keys in _as_dict(config).items() for key, value in keys.items()}
-
-
-def _as_dict(config: Config) -> dict[str, dict[str, Any]]:
-    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
 
 
 def _freeze(values: ConfigDict) -> Config:
@@ -229,6 +218,10 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
     except (ValueError, InputError) as error:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
+    if hidden := [key for key in SECRET_KEYS if _value(values, key) == HIDDEN]:
+        print(f'warning: {path} does not contain {hidden[0]}; set --config.{hidden[0]} again', file=sys.stderr)
+        section, _, name = hidden[0].partition('.')
+        values[section][name] = ''
     for group in ALTERNATIVES:
         # A resolved config can set several keys of a group, which describe the same quantity. Keep only the first.
         for key in [key for key in group if _value(values, key)][1:]:

@@ -13,8 +13,7 @@ from maxlm.config.ranges import Range, check_ranges
 from maxlm.config.schema import Config, DataConfig
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.config.user_function import is_function_name
-from maxlm.config.validation_architecture import check_architecture
-from maxlm.config.validation_experts import check_experts
+from maxlm.config.validation_architecture import check_architecture, check_experts
 from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
 from maxlm.errors import InputError

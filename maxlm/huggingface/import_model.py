@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.checkpoint.streaming import StreamedArray, write_step
-from maxlm.config.loading import to_json
 from maxlm.config.resolve import config_for_model
+from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config

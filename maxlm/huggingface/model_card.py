@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 
 import maxlm
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import AlertsConfig, Config, ModelConfig
+from maxlm.config.serialization import as_dict
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.text_boundaries import describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -162,7 +163,9 @@ def _training_data(workdir: Path, config: Config) -> str:
 
 def _changed_settings(config: Config) -> dict[str, dict[str, object]]:
     """Returns the sections of a config without defaults and without directories of paths."""
-    values = dataclasses.asdict(config)
+    values = as_dict(config)
+    # The alert channels are private.
+    values['alerts'] = dataclasses.asdict(AlertsConfig())
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
     paths = (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to'))
     for section, key in (*paths, ('distill', 'teacher'), ('distill', 'logits_dir')):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import maxlm
-from maxlm.config.loading import flatten, load, split_overrides
+from maxlm.config.loading import load, split_overrides
 from maxlm.config.schema import Config
+from maxlm.config.serialization import flatten
 from maxlm.errors import InputError
 
 # The configs of this checkout. A workdir only gives the name of a file. The file of that name in this checkout is

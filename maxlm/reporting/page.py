@@ -17,7 +17,7 @@ import jinja2
 
 import maxlm
 from maxlm import formatting
-from maxlm.config.loading import to_json
+from maxlm.config.serialization import to_json
 from maxlm.log import logger
 from maxlm.reporting import goodput, overview, records, scaling, training_charts
 from maxlm.reporting.charts import MARKS, chart_data

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from maxlm.config.serialization import public_command
 from maxlm.formatting import GIB
 from maxlm.reporting.charts import Mark, MarkKind
 from maxlm.reporting.curves import Point, curve, finite
@@ -64,7 +65,8 @@ class ReportedRun:
 
     @property
     def command(self) -> list[str]:
-        return [str(word) for word in items(self.started, 'command')]
+        # Earlier versions recorded the values of all keys.
+        return public_command([str(word) for word in items(self.started, 'command')])
 
     @property
     def shell_command(self) -> str:

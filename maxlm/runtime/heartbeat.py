@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line
 
 TICK_SECONDS = 1.0
 # A process counts as lost after this many ticks without a heartbeat, or, for process 0, without a new report.
@@ -127,7 +127,7 @@ class Heartbeats:
                 raise
             self._stop.set()
         elif isinstance(error, InputError):
-            reason = ' '.join(str(error).split())
+            reason = str(error)
             print(f'error: {reason}', file=sys.stderr)
             self.exit_all(EXIT_BAD_INPUT, reason)
         elif isinstance(error, KeyboardInterrupt):
@@ -136,7 +136,7 @@ class Heartbeats:
             # If a process was lost, report that instead of the failed collective: `_exchange_loop` ends this process.
             self._stop.wait(REPORT_SECONDS)
             traceback.print_exception(error)
-            self.exit_all(EXIT_FAILED, f'{type(error).__name__}: {" ".join(str(error).split())[:200]}')
+            self.exit_all(EXIT_FAILED, f'{type(error).__name__}: {one_line(error)[:200]}')
 
     def _exchange_loop(self) -> None:
         while not self._stop.wait(TICK_SECONDS):

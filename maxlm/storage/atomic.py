@@ -23,13 +23,15 @@ def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False
         raise InputError(f'{path}: cannot be written: {os_message(error)}; check permissions and disk space') from error
 
 
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Replaces the content of a file. Readers see the old or the new content.
+def replace_file(path: Path, content: bytes | str, *, is_private: bool = False) -> None:
+    """Replaces the content of a file. Readers see the old or the new content. Only the owner can read a private file.
 
     Raises:
         OSError: the file cannot be written. The old file remains.
     """
     with new_file(path) as partial:
+        if is_private:
+            partial.touch(0o600)
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable
 
 from maxlm.errors import InputError, os_message
@@ -33,10 +34,53 @@ def check_entries(
     for name in names:
         path = os.path.join(directory, name)
         try:
-            if os.path.lexists(path):
-                _check_entry(path, allowed, limit)
-        except OSError as error:
-            raise InputError(f'{path}: {os_message(error)}; replace it with a readable regular file') from error
+            # Not os.path.lexists, which ignores errors such as a name that is too long.
+            os.lstat(path)
+            _check_entry(path, allowed, limit)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = os_message(error) if isinstance(error, OSError) else str(error)
+            raise InputError(f'{path}: {reason}; replace it with a readable regular file') from error
+
+
+def find_entries(directory: str | os.PathLike[str], names: Iterable[str]) -> dict[str, int]:
+    """Checks files of a directory like `check_entries`, with one listing for any number of files.
+
+    Returns:
+        The sizes in bytes of the files that exist, by name.
+
+    Raises:
+        InputError: the directory cannot be listed, or a file is not a valid entry.
+    """
+    wanted, sizes, others = set(names), {}, []
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.name in wanted:
+                    facts = entry.stat(follow_symlinks=False)
+                    sizes[entry.name] = facts.st_size
+                    if not stat.S_ISREG(facts.st_mode):
+                        others.append(entry.name)
+    except OSError as error:
+        raise InputError(f'{directory}: {os_message(error)}; choose a readable directory') from error
+    check_entries(directory, others, limit=None)
+    return sizes | {name: os.stat(os.path.join(directory, name)).st_size for name in others}
+
+
+def check_links(directory: str | os.PathLike[str]) -> None:
+    """Raises InputError if a link below a directory leads outside it. Does not follow links to directories."""
+    for folder, folders, files in os.walk(directory):
+        for path in (os.path.join(folder, name) for name in (*folders, *files)):
+            if os.path.islink(path) and not is_inside(path, directory):
+                raise InputError(
+                    f'{path}: is a link to {os.path.realpath(path)}, outside its directory; replace it with the file'
+                )
+
+
+def is_inside(path: str | os.PathLike[str], root: str | os.PathLike[str]) -> bool:
+    """Returns True if a path stays below the directory `root` after all links below `root` are resolved."""
+    return os.path.realpath(path).startswith(_allowed(os.path.realpath(root)))
 
 
 def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None:
@@ -56,9 +100,10 @@ def _check_entry(path: str, allowed: tuple[str, ...], limit: int | None) -> None
 def _allowed(root: str) -> tuple[str, ...]:
     """Returns the path prefixes of valid link targets.
 
-    The cache of huggingface_hub stores `models--NAME/snapshots/COMMIT` as links to files of `models--NAME/blobs`.
+    The cache of huggingface_hub stores `models--NAME/snapshots/COMMIT` as links to files of `models--NAME/blobs`, and
+    data sets in `datasets--NAME`.
     """
     repository, snapshots, _ = root.rpartition(f'{os.sep}snapshots{os.sep}')
-    is_cached = snapshots and os.path.basename(repository).startswith('models--')
+    is_cached = snapshots and os.path.basename(repository).startswith(('models--', 'datasets--'))
     blobs = (os.path.join(repository, 'blobs', ''),) if is_cached else ()
     return (os.path.join(root, ''), *blobs)

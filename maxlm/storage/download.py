@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from maxlm.errors import InputError, os_message
+from maxlm.storage.atomic import replace_file
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
+from maxlm.storage.regular_files import open_descriptor
 from maxlm.storage.retry import RetryPolicy
 
 # Size of a request, held in memory. Large enough that the latency of a request is a small part of its time.
@@ -142,7 +144,7 @@ def fetch_patiently(
 def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
     """Yields a descriptor of the locked partial file, or None if another process has fetched the file."""
     while not file.is_complete:
-        descriptor = os.open(file.partial, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_descriptor(file.partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +172,7 @@ def _locked_partial(file: RemoteFile) -> Iterator[int | None]:
 def remove_partial(file: RemoteFile) -> None:
     """Removes the partial download of a file, unless a process is fetching it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
-        descriptor = os.open(file.partial, os.O_RDWR)
+        descriptor = open_descriptor(file.partial, os.O_RDWR | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(descriptor, file.partial):
@@ -247,7 +249,7 @@ def _resumable_bytes(file: RemoteFile, partial: int, checksum: Checksum) -> int:
         version = _version_path(file)
         if start and (not version.exists() or version.read_text(encoding='utf-8') != checksum.version):
             start = 0
-        version.write_text(checksum.version, encoding='utf-8')
+        replace_file(version, checksum.version)
     return start
 
 

@@ -42,11 +42,25 @@ TRANSIENT_CODES = re.compile(r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EX
 PERMISSION_CODES = re.compile(r'PERMISSION_DENIED|UNAUTHENTICATED|Forbidden')
 
 _TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
-_USER_IN_URL = re.compile(r'(?<=://)[^/@\s]+@')
+# Passwords may contain `@`.
+_USER_IN_URL = re.compile(r"""(?<=://)[^/\s'"]+@""")
 # Only in HTTP URLs, because `?` may be part of other names and globs.
 _QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
 _SECRET = re.compile(
-    r'(?i)\b(bearer\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+    r'(?i)\b(bearer\s+|authorization["\']?\s*[=:]\s*["\']?\w+\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+)
+# Prefixes of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS and Google.
+_TOKEN = re.compile(r'\b(hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-|A[KS]IA|ya29\.|AIza)[\w./+-]{12,}')
+# Webhooks whose path is the secret.
+_WEBHOOK = re.compile(
+    r"""(https?://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)/)[^\s'"]+"""
+)
+_SECRETS = (
+    (_USER_IN_URL, ''),
+    (_QUERY_IN_URL, r'\1'),
+    (_WEBHOOK, r'\1…'),
+    (_TOKEN, r'\1…'),
+    (_SECRET, r'\1…'),
 )
 
 
@@ -120,9 +134,12 @@ def http_status(error: BaseException) -> int:
 def redact(text: str) -> str:
     """Returns `text` without secrets.
 
-    Secrets are user names, passwords and queries in URLs, and the words after names such as `token` or `password`.
+    Secrets are user names, passwords and queries in URLs, known forms of tokens and webhooks, and the words after names
+    such as `token` or `password`.
     """
-    return _SECRET.sub(r'\1…', _QUERY_IN_URL.sub(r'\1', _USER_IN_URL.sub('', text)))
+    for pattern, public in _SECRETS:
+        text = pattern.sub(public, text)
+    return text
 
 
 def short_message(path: str, error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import BinaryIO
+from io import BufferedReader
 
 _KINDS = {
     stat.S_IFIFO: 'a FIFO',
@@ -35,7 +35,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     _check(path, os.stat(path).st_mode)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Opens a regular file for reading. Never blocks. Raises OSError."""
     return os.fdopen(open_descriptor(path), 'rb')
 

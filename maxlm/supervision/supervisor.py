@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from maxlm.config.serialization import public_command
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.supervision.restarts import Policy, RestartHistory, newest_step, next_action
 
@@ -89,7 +90,7 @@ class Supervisor:
             return os.posix_spawnp(self._command[0], self._command, environment, setsigdef=default)
         except OSError as error:
             raise InputError(
-                f'{shlex.join(self._command)}: cannot be started: {error.strerror}; check the command'
+                f'{shlex.join(public_command(self._command))}: cannot be started: {error.strerror}; check the command'
             ) from error
 
     def _reap(self, options: int) -> int | None:

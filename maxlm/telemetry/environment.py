@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from maxlm.storage.errors import redact
+from maxlm.config.serialization import public_command
 
 # Name → distribution. Missing packages are omitted.
 _PACKAGES = {
@@ -34,9 +34,9 @@ _GIT_SECONDS = 5.0
 
 
 def command(argv: Sequence[str] | None = None) -> list[str]:
-    """Returns the command that restarts this run, without secrets in URLs. `argv` defaults to `sys.argv[1:]`."""
+    """Returns the command that restarts this run, without secrets. `argv` defaults to `sys.argv[1:]`."""
     args = sys.argv[1:] if argv is None else argv
-    return ['python', '-m', 'maxlm.train', *map(redact, args)]
+    return ['python', '-m', 'maxlm.train', *public_command(args)]
 
 
 def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.loading import flatten
 from maxlm.config.schema import Config
+from maxlm.config.serialization import flatten
 from maxlm.errors import InputError
 
 

@@ -12,7 +12,6 @@ they have the same values. Steps repeated after a rollback have other values: th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import html
 import importlib.util
 import json
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from maxlm.config.schema import Config
+from maxlm.config.serialization import as_dict
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.storage.atomic import atomic_write
@@ -60,7 +60,7 @@ class WeightsAndBiases:
         self._mode, self._close_seconds = config.metrics.wandb, close_seconds
         run_id, self._is_resumed = _run_id(workdir / WANDB_ID_FILE)
         # Omits the alert channels, which are private.
-        public_config = {name: keys for name, keys in dataclasses.asdict(config).items() if name != 'alerts'}
+        public_config = {name: keys for name, keys in as_dict(config).items() if name != 'alerts'}
         self._last_sent_step: int | None = None
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # A file, because a pipe would have to be read continuously. It stays open for the child, and `_send` closes it.

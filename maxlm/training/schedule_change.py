@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from maxlm.config.loading import flatten
 from maxlm.config.schema import Config
+from maxlm.config.serialization import flatten
 from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
 from maxlm.training.run_control import RunControl, apply_control
 from maxlm.training.run_length import progress_of

@@ -7,9 +7,13 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 
+from maxlm.config.serialization import public_json
 from maxlm.log import RUN_LOG
+from maxlm.storage.atomic import replace_file
 from maxlm.storage.bucket import Bucket
+from maxlm.storage.check_directory import is_inside
 from maxlm.storage.download import RemoteFile, fetch_file
+from maxlm.storage.regular_files import read_text
 from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, MODEL_FILES, SAMPLES_FILE, goodput_name
 from maxlm.workdir.files import EVENTS_FILE as EVENTS
 from maxlm.workdir.files import METRICS_FILE as METRICS
@@ -79,16 +83,19 @@ class FileMirror:
 
     def _existing_files(self) -> list[str]:
         workdir = self._upload_state.workdir
-        names = [name for name in self._names if (workdir / name).is_file()]
         # The targets of links match the patterns themselves.
         found = {path for pattern in self._patterns for path in workdir.glob(pattern) if not path.is_symlink()}
-        return names + [path.relative_to(workdir).as_posix() for path in sorted(found) if path.is_file()]
+        names = [*self._names, *(path.relative_to(workdir).as_posix() for path in sorted(found))]
+        # A link must not upload a file outside the workdir.
+        return [name for name in names if (workdir / name).is_file() and is_inside(workdir / name, workdir)]
 
     def _upload(self, name: str) -> None:
         # Upload a copy, because the file may change during the upload.
         copy = self._upload_state.folder / 'outgoing' / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._upload_state.workdir / name, copy)
+        if name == CONFIG:
+            replace_file(copy, public_json(read_text(copy)))
         digest = self._bucket.describe(copy).digest
         digests = self._upload_state.files.get(name, [])
         if digests[-1:] != [digest]:

@@ -12,8 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.loading import from_json, to_json
+from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
+from maxlm.config.serialization import to_json
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
@@ -93,8 +94,12 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
 
 def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
     """Writes the resolved config, the tokenizer, its boundaries and its chat template into the workdir of a new run."""
+    # The copies may be uploaded, so no file outside the directory is copied.
+    check_entries(tokenizer.parent, (tokenizer.name, TEXT_BOUNDARIES, CHAT_TEMPLATE))
+    # The file keeps secrets, because a run can resume with it. Others must not read them.
+    text = to_json(config, with_secrets=True)
     try:
-        replace_file(workdir / CONFIG, to_json(config))
+        replace_file(workdir / CONFIG, text, is_private=text != to_json(config))
         shutil.copyfile(tokenizer, workdir / TOKENIZER)
         for name in (TEXT_BOUNDARIES, CHAT_TEMPLATE):
             if (path := tokenizer.with_name(name)).is_file():

@@ -16,6 +16,7 @@ from typing import TypeVar
 from maxlm.errors import InputError, os_message
 from maxlm.log import BYTES, logger, progress_bar
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.check_directory import check_links
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.retry import RetryPolicy
 from maxlm.workdir.bucket_steps import upload_files
@@ -91,6 +92,7 @@ class Upload:
         Raises:
             InputError: the bucket refuses an upload or does not respond. The local directory remains.
         """
+        check_links(self.folder)
         paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob('[!.]*')}
         try:
             files = {name: self._bucket.describe(path) for name, path in paths.items() if path.is_file()}

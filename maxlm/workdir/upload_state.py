@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from maxlm.storage.atomic import atomic_write
+from maxlm.storage.check_directory import check_links
 from maxlm.storage.json_text import parse_json
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
 
@@ -84,6 +85,7 @@ class StagingDir:
             return target
         self.clear()
         origin = self._upload_state.workdir / CHECKPOINTS_DIR / str(step)
+        check_links(origin)
         partial = self._folder / 'partial'
         try:
             shutil.copytree(origin, partial, copy_function=os.link)

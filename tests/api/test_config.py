@@ -4,7 +4,8 @@ import jax
 import pytest
 
 import maxlm
-from maxlm.config.loading import flatten, load
+from maxlm.config.loading import load
+from maxlm.config.serialization import flatten
 from maxlm.errors import InputError
 
 

@@ -29,7 +29,7 @@ from maxlm.checkpoint.listing import damaged_steps
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, restore_params
 from maxlm.checkpoint.streaming import ParamsReader
-from maxlm.config.loading import to_json
+from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console

@@ -49,10 +49,10 @@ def make_dataset(tmp_path: Path) -> Callable[..., DatasetManifest]:
                         writer.write([np.array([*document, END], np.uint32)])
                     written.append(writer.finish())
             tokens = sum(shard.tokens for shard in written)
-            counts = {
-                source: SourceCounts(1, sum(shard.tokens for shard in written if shard.source == source), 0, 0.5)
-                for source in {shard.source: None for shard in written}
-            }
+            counts = {}
+            for source in {shard.source: None for shard in written}:
+                own = [shard for shard in written if shard.source == source]
+                counts[source] = SourceCounts(sum(s.documents for s in own), sum(s.tokens for s in own), 0, 0.5)
             splits[name] = Split(sum(map(len, shards)), tokens, 0, 0.0, counts, tuple(written))
         checksum = hashlib.sha256(b'{}').hexdigest()
         fingerprint = dataset_fingerprint(block=block, dtype='uint16', end_of_document=END, splits=splits)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from maxlm.checkpoint.streaming import StreamedArray, write_step
-from maxlm.config.loading import to_json
 from maxlm.config.schema import Config
+from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model

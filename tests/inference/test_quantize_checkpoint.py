@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
-from maxlm.config.loading import to_json
+from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import evaluate

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from maxlm.config.loading import to_json
 from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.config.serialization import to_json
 from maxlm.monitoring import dashboard_data as dashboard_data_module
 from maxlm.monitoring.dashboard_data import Curves, dashboard_data, devices_of
 from maxlm.reporting.curves import curve

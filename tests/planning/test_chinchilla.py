@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from maxlm.config.loading import to_json
+from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 from maxlm.planning.chinchilla import (
     BESIROGLU,

@@ -122,6 +122,12 @@ def test_redacted_text():
     assert redact('https://user:secret@host/a/b?sig=secret&x=1 failed') == 'https://host/a/b failed'
     assert redact("ftp://me:secret@host/a 'http://h/p?token=secret'") == "ftp://host/a 'http://h/p'"
     assert redact('gs://bucket/what?.txt') == 'gs://bucket/what?.txt'
+    assert redact('hf://datasets/me/data@main/a') == 'hf://datasets/me/data@main/a'
+    assert redact('s3://key:se@cret@bucket/a') == 's3://bucket/a'
+    assert redact('https://hooks.slack.com/services/T0/B0/secret now') == 'https://hooks.slack.com/… now'
+    assert redact('hf_ABCdef1234567890 and sk-proj-1234567890abcdef') == 'hf_… and sk-…'
+    assert redact('hf_cache, sk-learn and AKIA') == 'hf_cache, sk-learn and AKIA'
+    assert redact("curl -H 'Authorization: Basic bWU6cHc=' -d x") == "curl -H 'Authorization: Basic … -d x"
 
 
 @pytest.mark.parametrize('error_class', [RuntimeError, ConnectionError, PermissionError, gcsfs_errors.HttpError])

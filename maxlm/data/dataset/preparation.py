@@ -15,11 +15,14 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest, save_manifest
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
+from maxlm.data.dataset.records import DatasetManifest, load_manifest, save_manifest
 from maxlm.data.dataset.wait import is_locked
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
+from maxlm.storage.check_directory import check_entries
 from maxlm.storage.json_text import parse_json
+from maxlm.storage.regular_files import read_text
 
 PARTIAL_MANIFEST = 'dataset.partial.json'
 LOCK_NAME = '.preparing'
@@ -46,7 +49,7 @@ class Announcer:
     def __enter__(self) -> Announcer:
         try:
             (self._directory / PROGRESS_NAME).unlink(missing_ok=True)
-            self._lock = os.open(self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+            self._lock = os.open(self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise InputError(f'{self._directory}: {os_message(error)}; use a writable directory') from error
         # Readers that test the lock hold it only for a moment.
@@ -89,8 +92,9 @@ def is_preparing(directory: Path) -> bool:
 def read_progress(directory: Path) -> str:
     """Returns a text that changes when the preparation makes progress."""
     try:
-        return (directory / PROGRESS_NAME).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError):
+        check_entries(directory, [PROGRESS_NAME])
+        return read_text(directory / PROGRESS_NAME)
+    except (InputError, OSError, UnicodeDecodeError):
         return ''
 
 

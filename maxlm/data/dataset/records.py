@@ -9,11 +9,13 @@ record is shorter. The tokens of a masked data set (conversations) have flags: s
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import os
 import typing
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,14 +24,22 @@ import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.dataset.manifest_files import (
+    MANIFEST_NAME,
+    TOKENIZER_SIBLINGS,
+    check_names,
+    check_sizes,
+    remedy,
+    verify_checksums,
+)
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import atomic_write
+from maxlm.storage.check_directory import check_entries, find_entries
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 FORMAT_VERSION = 2
-MANIFEST_NAME = 'dataset.json'
 # Keys of `made_from` if shards can be used during the preparation: the option, and a checksum of all their inputs.
 STREAM, STREAM_INPUTS = 'stream', 'stream_inputs'
 # Fields that only the manifest of a masked data set contains, with their defaults.
@@ -198,11 +208,15 @@ def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
 def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: str = MANIFEST_NAME) -> DatasetManifest:
     """Reads the data set in directory `path`. With `complete`, checks that all shards exist in full size.
 
+    Files that are read must be regular files of the directory. The directory itself may be a link.
+
     Raises:
-        InputError: there is no data set, the manifest is malformed, or a file is missing or truncated.
+        InputError: there is no data set; the manifest is malformed or contradicts itself; or a file is missing, is not
+            a regular file, links outside the directory, or has another size or checksum than the manifest.
     """
     path = Path(path)
     manifest = path / name
+    check_entries(path, [name])
     try:
         facts = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -218,27 +232,20 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
         dataset = _parse_manifest(path, facts)
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{manifest} is malformed ({str(error)[:300]}); {remedy(path)}') from error
-    expected = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
-    for file, size in expected.items() if complete else ():
-        actual = _size(path, file)
-        if actual != size:
-            raise InputError(f'{path / file} is truncated: {actual} bytes instead of {size}; {remedy(path)}')
-    for file in dataset.tokenizer_checksums:
-        _size(path, file)
+    sizes = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
+    found = find_entries(path, sizes)
+    if complete:
+        check_sizes(path, sizes, found)
+    # Also checks the files beside the tokenizer that the manifest does not list but readers of tokenizers open.
+    check_entries(path, [dataset.tokenizer_file, *TOKENIZER_SIBLINGS])
+    verify_checksums(path, dataset.tokenizer_checksums)
     return dataset
 
 
 def verify(dataset: DatasetManifest) -> None:
     """Verifies the checksums of all files. Raises InputError for the first file that differs."""
-    expected = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
-    for name, checksum in {**expected, **dataset.tokenizer_checksums}.items():
-        try:
-            with (dataset.path / name).open('rb') as file:
-                actual = hashlib.file_digest(file, 'sha256').hexdigest()
-        except OSError as error:
-            raise InputError(f'{dataset.path / name}: {os_message(error)}; {remedy(dataset.path)}') from error
-        if actual != checksum:
-            raise InputError(f'{dataset.path / name} is damaged: its checksum differs; {remedy(dataset.path)}')
+    shards = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}
+    verify_checksums(dataset.path, {**shards, **dataset.tokenizer_checksums})
 
 
 def dataset_fingerprint(
@@ -289,24 +296,46 @@ def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
     for entry in dataset.left_out:
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ('name', 'reason')):
             raise TypeError('left_out is not a list of names and reasons')
-    names = [dataset.tokenizer_file, *(shard.name for split in splits.values() for shard in split.shards)]
-    for name in names:
-        if not is_file_name(name):
-            raise TypeError(f'a file named {name!r}')
+    check_names([dataset.tokenizer_file, *(shard.name for split in splits.values() for shard in split.shards)])
     for name, split in splits.items():
-        if split.documents and not split.tokens:
-            raise TypeError(f'{name} has documents without tokens')
+        _check_counts(name, split)
         if dataset.chat:
             kind, absent = (PairCounts, {'labeled': 0}) if dataset.preferences else (ChatCounts, {})
             _build(kind, {**absent, **dataset.chat[name]})
     if dataset.preferences and not (dataset.masked and dataset.packed_window):
         raise TypeError('preferences that are not masked and packed')
+    expected = dataset_fingerprint(
+        block=dataset.block,
+        dtype=dataset.dtype,
+        end_of_document=dataset.end_of_document,
+        splits=splits,
+        masked=dataset.masked,
+        preferences=dataset.preferences,
+    )
+    if dataset.fingerprint != expected:
+        raise TypeError('fingerprint differs from that of its shards')
     return dataset
+
+
+def _check_counts(name: str, split: Split) -> None:
+    """Raises TypeError unless the counts of a split are the sums of its shards."""
+    tokens, documents = Counter[str](), Counter[str]()
+    for shard in split.shards:
+        if shard.documents and not shard.tokens:
+            raise TypeError(f'{shard.name} has documents without tokens')
+        tokens[shard.source] += shard.tokens
+        documents[shard.source] += shard.documents
+    for key, total, sums in (('tokens', split.tokens, tokens), ('documents', split.documents, documents)):
+        if total != sum(sums.values()):
+            raise TypeError(f'{name} has {total:,} {key}, but its shards have {sum(sums.values()):,}')
+        for source, counts in split.sources.items():
+            if (listed := getattr(counts, key)) != sums[source]:
+                raise TypeError(f'source {source} has {listed:,} {key}, but its shards have {sums[source]:,}')
 
 
 def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
     """Builds a dataclass from a dict with exactly its fields. Raises TypeError for a field of the wrong type."""
-    kinds = typing.get_type_hints(cls)
+    kinds = _field_types(cls)
     if set(facts) != set(kinds):
         raise TypeError(f'keys {sorted(set(facts) ^ set(kinds))}')
     for name, kind in kinds.items():
@@ -317,6 +346,10 @@ def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
     return cls(**facts)
 
 
+# Slow, and called for each shard.
+_field_types = functools.cache(typing.get_type_hints)
+
+
 def _is_in_range(name: str, value: Any, kind: Any) -> bool:
     if kind is float:
         return math.isfinite(value) and value >= 0 and (name != 'share' or value <= 1)
@@ -325,25 +358,3 @@ def _is_in_range(name: str, value: Any, kind: Any) -> bool:
         # bool is a subclass of int.
         return not isinstance(value, bool) and smallest <= value <= largest
     return True
-
-
-def is_file_name(name: str) -> bool:
-    """Returns True if `name` is a file name without directories."""
-    return name == os.path.basename(name) and name not in ('', '.', '..') and '\0' not in name and len(name) < 256
-
-
-def _size(directory: Path, name: str) -> int:
-    try:
-        return (directory / name).stat().st_size
-    except OSError as error:
-        raise InputError(f'{directory / name}: {os_message(error)}; {remedy(directory)}') from error
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the message of an error in one line."""
-    return os_message(error) if isinstance(error, OSError) else str(error)
-
-
-def remedy(path: Path) -> str:
-    """Returns the remedy for a data set in directory `path` that is damaged or incomplete."""
-    return f'copy {path} again, or run maxlm.prepare again with another --output'

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
-from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION, MANIFEST_NAME, is_file_name
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME, check_names
+from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.download import RemoteFile, remove_partial
@@ -65,20 +66,15 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
         tokenizer_checksums = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
         optional = {CHAT_TEMPLATE_FILE: 'chat_template_sha256', TEXT_BOUNDARIES_FILE: 'text_boundaries_sha256'}
         tokenizer_checksums |= {file: str(facts[key]) for file, key in optional.items() if facts.get(key)}
-        shards = {
-            str(shard['name']): (_size(shard['bytes']), str(shard['sha256']))
+        listed = [
+            (str(shard['name']), (_size(shard['bytes']), str(shard['sha256'])))
             for split in facts['splits'].values()
             for shard in split['shards']
-        }
+        ]
+        check_names([str(facts['tokenizer_file']), *(shard for shard, _ in listed)])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
-    for file in (*tokenizer_checksums, *shards):
-        # The names become paths, which must stay in the directory.
-        if not is_file_name(file):
-            raise InputError(
-                f'{name} is malformed (a file named {repr(file)[:99]}); copy the data set to the bucket again'
-            )
-    return RemoteManifest(url, content, tokenizer_checksums, shards)
+    return RemoteManifest(url, content, tokenizer_checksums, dict(listed))
 
 
 def _size(value: object) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import tenacity
 
 from maxlm.data.dataset.cache_policy import CachedFile, CachePolicy, PlannedRead, check_capacity
-from maxlm.data.dataset.records import MANIFEST_NAME
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import RemoteManifest, parse_manifest, read_remote_manifest, remove_stale
 from maxlm.data.dataset.wait import LOCK_NAME, error_marker
 from maxlm.errors import InputError, os_message
@@ -25,6 +25,7 @@ from maxlm.storage.atomic import atomic_write
 from maxlm.storage.download import ClosedError, RemoteFile, fetch_patiently
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import read_file
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 from maxlm.storage.retry import OnWarning, RetryPolicy
 
 # Interval of the check for files that another process has deleted.
@@ -139,7 +140,7 @@ class Fetcher:
         if directory in self._locks:
             return
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._locks[directory] = descriptor
         # Readers that test the lock hold it only for a moment.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -276,7 +277,7 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
             atomic_write(cache / name, content, make_parents=True)
     except TransientStorageError as error:
         try:
-            manifest = parse_manifest(url.rstrip('/'), (cache / MANIFEST_NAME).read_bytes())
+            manifest = parse_manifest(url.rstrip('/'), read_bytes(cache / MANIFEST_NAME, limit=MAX_TEXT_BYTES))
         except (OSError, InputError):
             raise error from None
         if not all(_has_checksum(cache / name, sha256) for name, sha256 in manifest.tokenizer_checksums.items()):
@@ -290,6 +291,6 @@ def fetch_manifest(url: str, cache: Path, *, on_warning: OnWarning) -> RemoteMan
 
 def _has_checksum(path: Path, sha256: str) -> bool:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest() == sha256
+        return hashlib.sha256(read_bytes(path, limit=MAX_TEXT_BYTES)).hexdigest() == sha256
     except OSError:
         return False

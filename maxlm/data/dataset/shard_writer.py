@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from maxlm.data.dataset.records import Shard, reason_of
+from maxlm.data.dataset.manifest_files import reason_of
+from maxlm.data.dataset.records import Shard
 from maxlm.errors import InputError
 
 # Records are read one at a time in random order, so grouping does not help. Fast compression hardly shrinks token ids.

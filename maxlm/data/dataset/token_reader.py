@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import OrderedDict
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
-from maxlm.data.dataset.records import DatasetManifest, Shard, reason_of, remedy
+from maxlm.data.dataset.manifest_files import reason_of, remedy
+from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 
@@ -95,20 +97,27 @@ class TokenReader:
                 self._readers.move_to_end(shard)
                 return self._readers[shard]
         # Opening may wait for a shard, so the lock is not held. Other threads can use open shards.
-        opened = self._open(self._path / self.shards[shard].name), threading.Lock()
+        facts = self.shards[shard]
+        # The first token is not a target. The last record may be shorter.
+        num_records = math.ceil(max(0, facts.tokens - 1) / self._block)
+        opened = self._open(self._path / facts.name, num_records), threading.Lock()
         with self._lock:
             opened = self._readers.setdefault(shard, opened)
             while len(self._readers) > self._max_open:
                 self._readers.popitem(last=False)
         return opened
 
-    def _open(self, path: Path) -> ArrayRecordReader:
+    def _open(self, path: Path, num_records: int) -> ArrayRecordReader:
         while True:
             if self._fetched:
                 wait_for_file(path)
             try:
-                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
+                reader = ArrayRecordReader(os.fspath(path), READER_OPTIONS)
             except RuntimeError:
                 # The file may have been evicted since the wait. The fetcher downloads it again.
                 if not self._fetched or path.exists():
                     raise
+            else:
+                if (found := reader.num_records()) != num_records:
+                    raise ValueError(f'it has {found:,} records instead of {num_records:,}')
+                return reader

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from maxlm.errors import InputError
+from maxlm.storage.regular_files import open_descriptor, read_text
 
 # Interval between checks for a missing file.
 POLL_SECONDS = 0.1
@@ -27,7 +28,7 @@ def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) 
     """
     while not path.exists():
         try:
-            raise InputError(error_marker(path).read_text(encoding='utf-8'))
+            raise InputError(read_text(error_marker(path)))
         except OSError:
             # There is no error marker, so the fetch has not failed.
             pass
@@ -40,7 +41,7 @@ def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) 
 def is_locked(path: Path) -> bool:
     """Returns True if a process holds the lock of a file."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

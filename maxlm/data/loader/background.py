@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxlm.config.schema import DataConfig
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.preparation import is_preparing
-from maxlm.data.dataset.records import MANIFEST_NAME
 from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.loader.source import HUB, POLL_SECONDS, hub_directory
 from maxlm.errors import InputError, os_message

@@ -23,7 +23,7 @@ from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
 from maxlm.data.loader.source import HUB, OpenedDataset, Source, open_dataset, source_name
 from maxlm.data.loader.teacher_outputs import TeacherOutputReader, open_teacher_outputs
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError
+from maxlm.errors import InputError, one_line
 from maxlm.storage.retry import OnWarning
 
 PREFERENCE_OBJECTIVE = 'dpo'
@@ -69,7 +69,7 @@ MAX_SOURCES_LISTED = 64
 
 
 def _warn(line: str) -> None:
-    print(f'warning: {line}', file=sys.stderr)
+    print(f'warning: {one_line(line)}', file=sys.stderr)
 
 
 @dataclasses.dataclass(frozen=True)

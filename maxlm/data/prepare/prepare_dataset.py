@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
-from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest, load_manifest
+from maxlm.data.dataset.records import DatasetManifest, load_manifest
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.local_executor import num_cores

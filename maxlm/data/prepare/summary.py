@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from maxlm.data.chat.packing import num_labeled
-from maxlm.data.dataset.records import MANIFEST_NAME, DatasetManifest
+from maxlm.data.dataset.manifest_files import MANIFEST_NAME
+from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE

@@ -1,0 +1,76 @@
+"""Text forms of a config. Values that may contain secrets are hidden except in the workdir's own config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from maxlm.config.schema import SECTIONS, Config
+from maxlm.storage.errors import redact
+from maxlm.storage.json_text import parse_json
+
+# Keys whose values may contain secrets anywhere. In the values of other keys, only URLs can contain them.
+SECRET_KEYS = ('alerts.command',)
+HIDDEN = '(hidden)'
+
+
+def as_dict(config: Config, *, with_secrets: bool = False) -> dict[str, dict[str, Any]]:
+    """Returns the keys of each section."""
+    values = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+    return values if with_secrets else _hide(values)
+
+
+def to_json(config: Config, *, with_secrets: bool = False) -> str:
+    """Returns the content of a config.json."""
+    return _dump(as_dict(config, with_secrets=with_secrets))
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Returns the config as a flat dict from `section.key` to value, without secrets."""
+    return {f'{section}.{key}': value for section, keys in as_dict(config).items() for key, value in keys.items()}
+
+
+def public_json(text: str) -> str:
+    """Returns the text of a config.json without secrets. A text that is not JSON is returned unchanged."""
+    try:
+        values = parse_json(text)
+    except ValueError:
+        return text
+    is_config = isinstance(values, dict) and all(isinstance(keys, dict) for keys in values.values())
+    return _dump(_hide(values)) if is_config else text
+
+
+def public_command(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command line without the values of secret keys and without secrets in URLs."""
+    shown, key = [], ''
+    for word in words:
+        name, equals, _ = word.removeprefix('--config.').partition('=')
+        is_secret = word.startswith('--config.') and name in SECRET_KEYS
+        if key or (is_secret and equals):
+            shown.append(HIDDEN if key else f'--config.{name}={HIDDEN}')
+        else:
+            shown.append(redact(word))
+        key = name if is_secret and not equals else ''
+    return shown
+
+
+def _dump(values: dict[str, dict[str, Any]]) -> str:
+    return json.dumps(values, indent=2) + '\n'
+
+
+def _hide(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        section: {
+            key: HIDDEN if value and f'{section}.{key}' in SECRET_KEYS else _public(value)
+            for key, value in keys.items()
+        }
+        for section, keys in values.items()
+    }
+
+
+def _public(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value) if '://' in value else value
+    return type(value)(map(_public, value)) if isinstance(value, tuple | list) else value
