@@ -3,8 +3,8 @@
 Exit code 0 of the command ends the loop. Exit code 2 (bad input) also ends it, because a restart would fail in the same
 way. After 75 (preempted) the command restarts immediately; after any other code it restarts after a pause. The loop
 gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
-the command, or 1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command
-and returns its exit code.
+the command, or 1 instead of 75. SIGTERM, Ctrl-C and the loss of the terminal are forwarded once, as SIGTERM; the
+loop then waits for the command and returns its exit code.
 
 With --min-hosts, the run is elastic: start the same command on each of --hosts hosts, with a --workdir that all of them
 reach. After the loss of a host, the others resume without it if at least N remain, and it can rejoin at any time.
@@ -17,7 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, flag, run_command
 from maxlm.storage.filesystem import is_url
 from maxlm.supervision.elastic import ElasticSettings, ElasticSupervisor
 from maxlm.supervision.host_counts import host_counts, load_config
@@ -121,7 +121,7 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
 
 def run() -> None:
     """Entry point of `python -m maxlm.supervise` and `maxlm supervise`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 if __name__ == '__main__':
