@@ -16,7 +16,7 @@ class _Output(io.FileIO):
         super().__init__(descriptor, 'w', closefd=False)
         self.is_optional = is_optional
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         """Writes data, or discards it."""
         try:
             return super().write(data)
