@@ -87,7 +87,7 @@ def main(argv: list[str]) -> int:
     command = argv[mark + 1 :]
     if options.stop:
         if command:
-            raise InputError('--stop takes a workdir and no command')
+            raise InputError('--stop takes no command; give only --stop=WORKDIR')
         return stop_detached(options.stop)
     if not command:
         raise InputError('no command given; usage: maxlm.supervise [OPTIONS] -- COMMAND …')

@@ -120,8 +120,8 @@ def test_slow_starts(tmp_path):
     [
         (['--detach', '--', 'true'], '--detach needs --workdir in the command'),
         (['--detach', '--', 'true', '--workdir=/proc/run'], 'choose a writable --workdir'),
-        (['--stop=nowhere'], 'no detached run was started on this host'),
-        (['--stop=nowhere', '--', 'true'], '--stop takes a workdir and no command'),
+        (['--stop=nowhere'], 'give --stop the workdir of a run that was started with --detach'),
+        (['--stop=nowhere', '--', 'true'], '--stop takes no command'),
         (['--stop'], '--stop'),
     ],
 )
