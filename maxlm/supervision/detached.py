@@ -114,13 +114,11 @@ def stop_detached(workdir: str) -> int:
         pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR), 'r+b')
     except OSError as error:
         raise InputError(
-            f'{files.pid}: {os_message(error)}; give --stop the workdir of a run that was started with --detach on this host'
+            f'{files.pid}: {os_message(error)}; give --stop the workdir of a run that --detach started on this host'
         ) from error
     with pid_file:
         if _lock(pid_file):
-            raise InputError(
-                f'--stop={workdir}: no detached run is running on this host; read the end of its last run in {files.log}'
-            )
+            raise InputError(f'--stop={workdir}: no detached run is running on this host; see the end of {files.log}')
         text = pid_file.read().strip()
         # A negative number, 0 or 1 would end other processes.
         if not text.isdigit() or int(text) <= 1:

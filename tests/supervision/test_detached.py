@@ -120,7 +120,7 @@ def test_slow_starts(tmp_path):
     [
         (['--detach', '--', 'true'], '--detach needs --workdir in the command'),
         (['--detach', '--', 'true', '--workdir=/proc/run'], 'choose a writable --workdir'),
-        (['--stop=nowhere'], 'give --stop the workdir of a run that was started with --detach'),
+        (['--stop=nowhere'], 'give --stop the workdir of a run that --detach started'),
         (['--stop=nowhere', '--', 'true'], '--stop takes no command'),
         (['--stop'], '--stop'),
     ],
