@@ -19,6 +19,8 @@
 #   --once                     no restarts, for schedulers that restart jobs themselves
 #   --monitor                  show the dashboard of maxlm.monitor on this terminal. Output of the run goes to node.log in
 #                              the log directory. After q, the script waits for the run; Ctrl-C then stops it
+#   --detach                   start a run that continues without this terminal, and return. Output goes to WORKDIR/logs;
+#                              `maxlm supervise --stop WORKDIR` saves and stops it
 #   --grace SECONDS            time between SIGTERM and SIGKILL for this node's processes after one failed (default 30)
 #   --dry-run                  print the commands without running them
 #
@@ -39,9 +41,14 @@ logs=
 once=false
 grace=30
 monitor=false
+detach=false
 dry_run=false
 restart_options=()
-given=("$@")
+# Arguments for the processes that this script starts.
+given=()
+for word in "$@"; do
+  [ "$word" = --monitor ] || [ "$word" = --detach ] || given+=("$word")
+done
 split_equals "$@"
 set -- ${words[@]+"${words[@]}"}
 while [ $# -gt 0 ]; do
@@ -59,6 +66,7 @@ while [ $# -gt 0 ]; do
     --once) once=true ;;
     --grace) need_value "$1" "$@" && grace="$2" && shift ;;
     --monitor) monitor=true ;;
+    --detach) detach=true ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
     *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
@@ -95,6 +103,11 @@ case "$platform" in
     ;;
   *) refuse "--platform=$platform: give gpu or cpu" ;;
 esac
+
+if $detach; then
+  if $once; then refuse '--detach does not work with --once, because maxlm.supervise detaches the run'; fi
+  if $monitor; then refuse '--detach does not work with --monitor; run maxlm monitor WORKDIR afterwards'; fi
+fi
 
 # count_gpus: prints the number of GPUs that this node uses.
 count_gpus() {
@@ -197,22 +210,31 @@ log_of() {
   echo "$folder/$1.log"
 }
 
+# say MESSAGE: prints a message. The terminal may be closed.
+say() {
+  echo "gpu_node: $*" >&2 || true
+}
+
+# lose_terminal: discards further output, because writes to a closed terminal would end this script.
+# shellcheck disable=SC2329 # called by the traps
+lose_terminal() {
+  exec >/dev/null 2>&1
+}
+
 # watch_run: starts this script without --monitor in the background and shows the dashboard of its run.
 watch_run() {
-  local word code=0 log options=()
-  for word in ${given[@]+"${given[@]}"}; do
-    [ "$word" = --monitor ] || options+=("$word")
-  done
+  local code=0 log
   log="$(log_of node)"
   # With its own process group, the run does not receive Ctrl-C from the terminal.
   set -m
-  bash "$launch/gpu_node.sh" "${options[@]}" </dev/null >>"$log" 2>&1 &
+  bash "$launch/gpu_node.sh" "${given[@]}" </dev/null >>"$log" 2>&1 &
   set +m
   pids=("$!")
   trap 'kill -s TERM "${pids[0]}" 2>/dev/null || true' TERM
+  trap 'lose_terminal; kill -s TERM "${pids[0]}" 2>/dev/null || true' HUP
   "${PYTHON:-python}" -m maxlm.monitor "$workdir" || true
   trap 'kill -s TERM "${pids[0]}" 2>/dev/null || true' INT TERM
-  echo "gpu_node: waiting for the run; Ctrl-C stops it. Its output is in $log" >&2
+  say "waiting for the run; Ctrl-C stops it. Its output is in $log"
   while kill -0 "${pids[0]}" 2>/dev/null; do
     wait "${pids[0]}" || code=$?
   done
@@ -221,6 +243,9 @@ watch_run() {
   exit "$code"
 }
 
+if $detach; then
+  restart_options+=(--detach)
+fi
 if [ -n "$min_nodes" ] && ! $once; then
   if [ "$platform" = cpu ]; then
     per_host=$((devices * processes))
@@ -269,13 +294,14 @@ receive() {
   local pid
   [ -z "$signal" ] || return 0
   signal="$1"
-  # SIGINT is forwarded as SIGTERM too; see maxlm/supervise.py.
+  # SIGINT and SIGHUP are forwarded as SIGTERM too; see maxlm/supervise.py.
   for pid in ${pids[@]+"${pids[@]}"}; do
     kill -s TERM "$pid" 2>/dev/null || true
   done
 }
 trap 'receive TERM' TERM
 trap 'receive INT' INT
+trap 'lose_terminal; receive HUP' HUP
 for ((number = 0; number < processes; number++)); do
   if [ "$number" -eq 0 ]; then
     (start 0 "$@") &
@@ -306,7 +332,7 @@ collect() {
       codes[number]=$code
       running=$((running - 1))
       if [ "$code" -ne 0 ]; then
-        echo "gpu_node: process $((node_rank * processes + number)) ended with exit code $code" >&2
+        say "process $((node_rank * processes + number)) ended with exit code $code"
         [ "$first" -ne 0 ] || first=$code
       fi
     fi
@@ -328,7 +354,7 @@ while :; do
       end_others TERM
     elif [ "$SECONDS" -ge "$ending" ] && ! $killed; then
       killed=true
-      echo "gpu_node: still running $grace s after SIGTERM: killed" >&2
+      say "still running $grace s after SIGTERM: killed"
       end_others KILL
     fi
   fi

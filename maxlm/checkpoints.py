@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import ArgumentParser, InputError, flag, run_command
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 WORKDIR = PathOption(Kind.DIRECTORY, ANY)
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.checkpoints` and `maxlm checkpoints`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

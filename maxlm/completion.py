@@ -17,7 +17,7 @@ import shtab
 
 from maxlm.__main__ import VERBS
 from maxlm.config.loading import shipped_configs
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code, parser_of
+from maxlm.errors import EXIT_DONE, ArgumentParser, parser_of, run_command
 from maxlm.storage.paths import Kind, PathList, PathOption
 
 SHELLS = ('bash', 'zsh', 'fish')
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.completion` and `maxlm completion`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from maxlm.config.config_files import shipped_configs
 from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command
 from maxlm.hints import print_next
 
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.configs` and `maxlm configs`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.errors import ArgumentParser, InputError, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -63,7 +63,7 @@ def _parser() -> ArgumentParser:
 def run() -> None:
     """Entry point of `python -m maxlm.distill` and `maxlm distill`."""
     disable_malloc_trim()
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import as_json, as_lines, print_results, progress, worst_status
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import exit_process, run_checks
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, run_command
 from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -133,7 +133,7 @@ def _parser() -> ArgumentParser:
 
 def run() -> None:
     """Entry point of `python -m maxlm.doctor` and `maxlm doctor`."""
-    exit_process(exit_code(main, sys.argv[1:]))
+    exit_process(run_command(main))
 
 
 if __name__ == '__main__':

@@ -1,8 +1,9 @@
-"""Errors and exit codes of commands: one line for the user, an exit code for scripts."""
+"""Errors, exit codes and termination of commands: one line for the user, an exit code for scripts."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from maxlm.console import make_output_optional, survive_lost_terminal
 from maxlm.renames import OPTIONS, report_renamed
 
 EXIT_DONE = 0
@@ -56,7 +58,10 @@ class InputError(Exception):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM was received; see `exit_on_sigterm`. Code that re-raises KeyboardInterrupt also re-raises this."""
+    """SIGTERM or SIGHUP was received; see `exit_on_termination`.
+
+    Code that re-raises KeyboardInterrupt also re-raises this.
+    """
 
 
 class _ParserError(Exception):
@@ -177,24 +182,68 @@ def _is_stdout_closed() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def exit_on_sigterm(*, importing: bool) -> None:
-    """Makes the next SIGTERM end the command with one line and EXIT_PREEMPTED; further ones are ignored.
+def run_command(command: Callable[[list[str]], int | None], *, output_is_optional: bool = False) -> int:
+    """Runs `command` as the main function of this process with its arguments, and returns its exit code.
 
-    Used while a run cannot save. During training, `maxlm.runtime.preemption.StopRequest` handles the signal.
+    SIGTERM and the loss of the terminal (SIGHUP) end the command with EXIT_PREEMPTED; see `exit_on_termination`.
 
     Args:
-        importing: exit immediately, without closing contexts. During imports an exception would not work: extension
-            modules replace it with ImportError, and optional imports suppress it. If False, the handler raises a
-            TerminatedError, which `exit_code` handles.
+        command: main function.
+        output_is_optional: see `survive_lost_terminal`.
     """
+    survive_lost_terminal(output_is_optional=output_is_optional)
+    exit_on_termination()
+    code = exit_code(command, sys.argv[1:])
+    # The process may exit only after a second or two, as with JAX. Another signal would change the exit code, which a
+    # launcher reports as a crash. A failed command can still be ended.
+    action = signal.SIG_IGN if code in (EXIT_DONE, EXIT_PREEMPTED) else signal.SIG_DFL
+    for number in termination_signals():
+        signal.signal(number, action)
+    return code
+
+
+def termination_signals() -> tuple[signal.Signals, ...]:
+    """Returns SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+def signal_reason(number: int) -> str:
+    """Returns the name of a signal, with its cause if that is not obvious."""
+    if number != signal.SIGHUP:
+        return signal.Signals(number).name
+    # The programs that read the output end at the same time.
+    make_output_optional()
+    return 'SIGHUP (the terminal was closed)'
+
+
+def exit_on_termination() -> None:
+    """Makes the next SIGTERM or SIGHUP end the command with one line and EXIT_PREEMPTED; further ones are ignored.
+
+    The handler raises a TerminatedError, which `exit_code` handles. During imports, an exception would not work:
+    extension modules replace it with ImportError, and optional imports suppress it. The handler then exits immediately,
+    without closing contexts. During training, `maxlm.runtime.preemption.StopRequest` handles the signals.
+    """
+    numbers = termination_signals()
 
     def receive(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        message = 'SIGTERM received outside of training; run the same command again to resume'
-        if not importing:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        message = f'{signal_reason(number)}: stopped; run the same command again to continue'
+        if not _is_importing(frame):
             raise TerminatedError(message)
-        # print is not reentrant, and the signal may have interrupted it.
-        os.write(2, f'{message}\n'.encode())
+        # print is not reentrant, and the signal may have interrupted it. The terminal may be closed.
+        with contextlib.suppress(OSError):
+            os.write(2, f'{message}\n'.encode())
         os._exit(EXIT_PREEMPTED)
 
-    signal.signal(signal.SIGTERM, receive)
+    for number in numbers:
+        signal.signal(number, receive)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame:
+        if frame.f_code.co_filename.startswith('<frozen importlib'):
+            return True
+        frame = frame.f_back
+    return False

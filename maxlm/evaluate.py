@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import ArgumentParser, InputError, flag, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathList, PathOption
 
@@ -89,7 +89,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def run() -> None:
     """Entry point of `python -m maxlm.evaluate` and `maxlm evaluate`."""
     disable_malloc_trim()
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import ArgumentParser, InputError, flag, run_command
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.fetch` and `maxlm fetch`. Exits with 0, or with 2 after bad input."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

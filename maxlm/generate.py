@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, text_argument
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command, text_argument
 from maxlm.hints import print_next
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -138,7 +138,7 @@ def _check(options: argparse.Namespace) -> None:
 def run() -> None:
     """Entry point of `python -m maxlm.generate` and `maxlm generate`."""
     disable_malloc_trim()
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -19,7 +19,7 @@ import sys
 
 from maxlm.config.schema import ExportConfig
 from maxlm.config.validation import CHOICES
-from maxlm.errors import ArgumentParser, exit_code
+from maxlm.errors import ArgumentParser, run_command
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -123,7 +123,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def run() -> None:
     """Entry point of `python -m maxlm.hf` and `maxlm hf`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -14,7 +14,7 @@ import time
 
 from rich.console import Console
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command
 from maxlm.hints import print_next
 from maxlm.monitoring.live import show_once, watch
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.monitor` and `maxlm monitor`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 def _console() -> Console:

@@ -16,7 +16,7 @@ import math
 import sys
 
 from maxlm.config.loading import split_overrides
-from maxlm.errors import ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import ArgumentParser, InputError, flag, run_command
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE
 from maxlm.storage.paths import Kind, PathOption
 
@@ -129,7 +129,7 @@ def _parser(*, plans: bool) -> ArgumentParser:
 
 def run() -> None:
     """Entry point of `python -m maxlm.plan` and `maxlm plan`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ import sys
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.tokenizer.tokenizer import SPECS
-from maxlm.errors import ArgumentParser, escape_controls, exit_code, text_argument
+from maxlm.errors import ArgumentParser, escape_controls, run_command, text_argument
 from maxlm.hints import print_next
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.prepare` and `maxlm prepare`. Exits with 0, or with 2 after bad input."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 def parse(argv: list[str]) -> PrepareOptions:

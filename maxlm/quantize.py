@@ -12,7 +12,7 @@ import argparse
 import sys
 
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
-from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.errors import ArgumentParser, InputError, run_command
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -55,7 +55,7 @@ def _parser() -> ArgumentParser:
 
 def run() -> None:
     """Entry point of `python -m maxlm.quantize` and `maxlm quantize`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, run_command
 from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.supervision.restarts import Policy, find_option, find_workdir
@@ -251,7 +251,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.recipe` and `maxlm recipe`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 if __name__ == '__main__':

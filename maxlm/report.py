@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, os_message
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, os_message, run_command
 from maxlm.formatting import format_bytes
 from maxlm.hints import print_next
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 def run() -> None:
     """Entry point of `python -m maxlm.report` and `maxlm report`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

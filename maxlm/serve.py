@@ -2,7 +2,7 @@
 
 The checkpoint is a workdir (the step with the lowest validation loss, or the newest), `WORKDIR@STEP`, the directory of
 one step, or a Hugging Face Transformers directory. The OpenAI-compatible API is at /v1, and a chat page for browsers is
-at /. SIGTERM and Ctrl-C finish running requests before exit; a second signal exits
+at /. SIGTERM, Ctrl-C and the loss of the terminal finish running requests before exit; a second signal exits
 immediately.
 """
 
@@ -12,7 +12,7 @@ import sys
 from urllib.parse import urlsplit
 
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
-from maxlm.errors import ArgumentParser, InputError, exit_code
+from maxlm.errors import ArgumentParser, InputError, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.serving.api_key import API_KEY, read_api_key
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -139,7 +139,7 @@ def _check_origin(origin: str) -> None:
 def run() -> None:
     """Entry point of `python -m maxlm.serve` and `maxlm serve`."""
     disable_malloc_trim()
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 if __name__ == '__main__':

@@ -3,8 +3,10 @@
 Exit code 0 of the command ends the loop. Exit code 2 (bad input) also ends it, because a restart would fail in the same
 way. After 75 (preempted) the command restarts immediately; after any other code it restarts after a pause. The loop
 gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
-the command, or 1 instead of 75. SIGTERM and Ctrl-C are forwarded once, as SIGTERM; the loop then waits for the command
-and returns its exit code.
+the command, or 1 instead of 75. SIGTERM, Ctrl-C and the loss of the terminal are forwarded once, as SIGTERM; the
+loop then waits for the command and returns its exit code.
+
+With --detach, the run continues without the terminal: its output goes to WORKDIR/logs, and --stop=WORKDIR stops it.
 
 With --min-hosts, the run is elastic: start the same command on each of --hosts hosts, with a --workdir that all of them
 reach. After the loss of a host, the others resume without it if at least N remain, and it can rejoin at any time.
@@ -17,8 +19,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, flag, run_command
 from maxlm.storage.filesystem import is_url
+from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.supervision.detached import start_detached, stop_detached
 from maxlm.supervision.elastic import ElasticSettings, ElasticSupervisor
 from maxlm.supervision.host_counts import host_counts, load_config
 from maxlm.supervision.restarts import Policy, find_workdir
@@ -66,9 +70,25 @@ def main(argv: list[str]) -> int:
         default=30,
         help='seconds without a heartbeat after which a host is lost (default 30)',
     )
+    detached = parser.add_argument_group('runs without a terminal')
+    detached.add_argument(
+        '--detach',
+        action='store_true',
+        help='start the run in its own session, with its output in WORKDIR/logs, and return when training has started',
+    )
+    detached.add_argument(
+        '--stop',
+        type=PathOption(Kind.DIRECTORY, ANY),
+        metavar='WORKDIR',
+        help='stop the detached run of this workdir on this host, and wait until it has saved',
+    )
     parser.add_argument('--dry-run', action='store_true', help='print the command without running it')
     options = parser.parse_args(argv[:mark])
     command = argv[mark + 1 :]
+    if options.stop:
+        if command:
+            raise InputError('--stop takes no command; give only --stop=WORKDIR')
+        return stop_detached(options.stop)
     if not command:
         raise InputError('no command given; usage: maxlm.supervise [OPTIONS] -- COMMAND …')
     if options.max_failures < 1:
@@ -86,7 +106,7 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(f'would run: {shlex.join(command)}')
         return EXIT_DONE
-    return supervisor.run()
+    return start_detached(policy.workdir, supervisor.run) if options.detach else supervisor.run()
 
 
 def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workdir: str) -> ElasticSettings:
@@ -121,7 +141,7 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
 
 def run() -> None:
     """Entry point of `python -m maxlm.supervise` and `maxlm supervise`."""
-    sys.exit(exit_code(main, sys.argv[1:]))
+    sys.exit(run_command(main, output_is_optional=True))
 
 
 if __name__ == '__main__':

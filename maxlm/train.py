@@ -5,22 +5,21 @@ the same command again: it continues from the newest checkpoint of the workdir. 
 s3://…). --resume=WORKDIR[@STEP] continues from a checkpoint of another workdir.
 
 Exit codes: 0 done; 1 the loss or the gradients are not finite, or spike, despite rollbacks; 2 bad input; 75 preempted
-(SIGTERM, Ctrl-C or a maintenance event), or a bucket does not respond: run the same command again. If one of several
-processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
+(SIGTERM, Ctrl-C, a closed terminal or a maintenance event), or a bucket does not respond: run the same command again.
+If one of several processes (see `maxlm.runtime.initialize`) is lost or hangs, all processes exit with 75.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
 from maxlm.config.loading import split_overrides
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, exit_code, exit_on_sigterm
+from maxlm.errors import ArgumentParser, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.timeline import process_start_time
@@ -87,15 +86,7 @@ def start(command: Callable[..., int]) -> NoReturn:
     disable_malloc_trim()
     # Garbage collection takes an eighth of the time of imports and finds nothing. `execute` enables it again.
     gc.disable()
-    # The command imports its libraries, which takes seconds. Then it installs a handler that raises an exception.
-    exit_on_sigterm(importing=True)
-    code = exit_code(partial(command, began=process_start_time()), sys.argv[1:])
-    if code in (EXIT_DONE, EXIT_PREEMPTED):
-        from maxlm.runtime.preemption import ignore_sigterm
-
-        ignore_sigterm()
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    code = run_command(partial(command, began=process_start_time()), output_is_optional=True)
     # After an invalid argument, JAX is not imported.
     if 'jax' in sys.modules:
         from maxlm.runtime.heartbeat import disconnect

@@ -15,7 +15,7 @@ from maxlm.trainer import run as runs
 from tests.conftest import ROOT
 from tests.test_train import arguments
 
-LINE = 'SIGTERM received outside of training; run the same command again to resume\n'
+LINE = 'SIGTERM: stopped; run the same command again to continue\n'
 # Sends the signal immediately before JAX is imported.
 SITE = """
 import os, signal, sys
@@ -64,12 +64,13 @@ def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
     workdir = tmp_path / 'run'
     monkeypatch.setattr(command if moment == 'load' else runs, moment, interrupted)
     monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit) as caught:
             train.run()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert caught.value.code == EXIT_PREEMPTED
     assert capsys.readouterr().err == LINE
     if moment == 'load':

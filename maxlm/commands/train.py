@@ -11,7 +11,7 @@ import jax
 from maxlm.commands.generate_hint import print_generate
 from maxlm.config.config_files import default_workdir
 from maxlm.config.loading import load
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_on_sigterm
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
 from maxlm.runtime.rendezvous import RendezvousError
@@ -33,8 +33,6 @@ def execute(
             main function of a process. None means now.
     """
     if began is not None:
-        # The imports are complete, so the signal can raise an exception.
-        exit_on_sigterm(importing=False)
         # Later collections skip the imported objects, which accelerates tracing.
         gc.freeze()
         gc.enable()

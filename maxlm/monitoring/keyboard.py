@@ -39,7 +39,10 @@ class Keys:
         ready, _, _ = select.select(files, [], [], seconds)
         if not ready:
             return ''
-        data = os.read(ready[0], 16)
+        try:
+            data = os.read(ready[0], 16)
+        except OSError:
+            data = b''
         if not data:
             raise Quit
         return data.decode(errors='replace')

@@ -1,4 +1,4 @@
-"""Stop requests: preemption of the machine, or Ctrl-C."""
+"""Stop requests: preemption of the machine, a closed terminal, or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from maxlm.errors import signal_reason, termination_signals
+
 
 class StopRequest:
-    """Context in which the first SIGTERM or SIGINT only sets `requested`. The training loop then saves and exits.
+    """Context in which SIGTERM, SIGINT and SIGHUP only set `requested`. The training loop then saves and exits.
 
-    A second SIGINT raises KeyboardInterrupt. A second SIGTERM is ignored, so the current save continues.
+    A second SIGINT raises KeyboardInterrupt. Other second signals are ignored, so the current save continues. SIGHUP
+    means that the terminal was closed. It stays ignored if it was, as under `nohup`.
 
     With several processes, only some may receive the signal, and their loops may be at different steps. JAX's
     preemption service then finds a step that no process has passed. It works in background threads, so a step only
     reads a number in memory. A collective would cost every step a round trip. The service handles only SIGTERM, so
-    SIGINT and maintenance events are forwarded as SIGTERM.
+    other signals and maintenance events are forwarded as SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,9 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             # Only the main thread receives signals. The run of another thread can still be stopped by `request`.
             return self
-        for number in (signal.SIGINT,) if self._is_multiprocess else (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, *termination_signals()):
+            if self._is_multiprocess and number == signal.SIGTERM:
+                continue
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -67,15 +72,6 @@ class StopRequest:
         if number == signal.SIGINT and self._was_signalled:
             raise KeyboardInterrupt
         self._was_signalled = True
-        self.requested = self.requested or signal.Signals(number).name
+        self.requested = self.requested or signal_reason(number)
         if self._is_multiprocess:
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def ignore_sigterm() -> None:
-    """Ignores SIGTERM in a process that has saved or finished and is about to exit.
-
-    Shutting down JAX takes a second or two. Another SIGTERM would end the process by a signal, which a launcher reports
-    as a crash.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

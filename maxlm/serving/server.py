@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import uvicorn
 
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message, termination_signals
 from maxlm.log import logger
 from maxlm.serving.app import make_app
 from maxlm.serving.http_protocol import connection_class
@@ -167,16 +167,19 @@ class Server:
 def serve_until_stopped(server: Server) -> int:
     """Runs a server in this process and returns the exit code.
 
-    SIGTERM or SIGINT stops the server. A second signal exits immediately.
+    SIGTERM, SIGINT or SIGHUP stops the server. A second SIGTERM or SIGINT exits immediately.
     """
 
     async def run() -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGINT, *termination_signals()):
             loop.add_signal_handler(number, handle_signal, number)
         return await server.run()
 
     def handle_signal(number: signal.Signals) -> None:
+        if server.is_stopping and number == signal.SIGHUP:
+            # The shell and the kernel both send it when a terminal is closed.
+            return
         if server.is_stopping:
             # Exit without joining threads, because device threads may hang.
             os._exit(128 + number)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import os
 import shutil
 import uuid
@@ -60,7 +62,7 @@ _MARGIN = 64 * 10**6
 
 
 def check_new(option: str, path: str) -> Path:
-    """Returns the absolute path of a new directory.
+    """Returns the absolute path of a new directory, and deletes what killed processes left of it.
 
     Raises:
         InputError: the path exists and is not an empty directory, or its nearest existing parent is not a directory.
@@ -76,6 +78,10 @@ def check_new(option: str, path: str) -> Path:
         )
     if not _standing(directory).is_dir():
         raise InputError(f'{option}={path}: {_standing(directory)} is not a directory; choose another path')
+    for partial in directory.parent.glob(f'.{glob.escape(directory.name)}.*.partial'):
+        # Only its process holds the lock, which ends with it.
+        with contextlib.suppress(OSError), _locked(partial):
+            shutil.rmtree(partial)
     return directory
 
 
@@ -93,7 +99,7 @@ def check_space(option: str, directory: Path, needed: int) -> None:
 def new_directory(option: str, directory: Path) -> Iterator[Path]:
     """Yields a temporary directory next to `directory`, which is renamed when the context ends without an error.
 
-    An error removes it. A killed process leaves a directory whose name ends with `.partial`.
+    An error removes it. A killed process leaves a directory whose name ends with `.partial`, which `check_new` deletes.
 
     Raises:
         InputError: the directory cannot be written.
@@ -102,9 +108,13 @@ def new_directory(option: str, directory: Path) -> Iterator[Path]:
     made = [parent for parent in directory.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
-        yield partial
-        # Also replaces an empty directory.
-        partial.replace(directory)
+        with contextlib.ExitStack() as stack:
+            # Some shared disks do not lock directories. There, a later process cannot lock it either.
+            with contextlib.suppress(OSError):
+                stack.enter_context(_locked(partial))
+            yield partial
+            # Also replaces an empty directory.
+            partial.replace(directory)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         for parent in made:
@@ -113,6 +123,17 @@ def new_directory(option: str, directory: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise _unusable(option, str(directory), error) from error
         raise
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Context that holds the lock of a directory. Raises OSError if another process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _standing(directory: Path) -> Path:

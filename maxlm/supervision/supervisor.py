@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from maxlm.config.serialization import public_command
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError, signal_reason, termination_signals
 from maxlm.supervision.restarts import Policy, RestartHistory, newest_step, next_action
 
 # Maximum delay until a pause reacts to a signal.
@@ -20,7 +20,7 @@ TICK_SECONDS = 0.1
 
 
 class Supervisor:
-    """Runs one command repeatedly and forwards the first SIGTERM or SIGINT to it as SIGTERM."""
+    """Runs one command repeatedly and forwards the first SIGTERM, SIGINT or SIGHUP to it as SIGTERM."""
 
     def __init__(self, command: Sequence[str], policy: Policy):
         self._command = list(command)
@@ -39,7 +39,8 @@ class Supervisor:
         Raises:
             InputError: the command cannot be started.
         """
-        before = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGINT, *termination_signals())
+        before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             return self._supervise()
         finally:
@@ -110,7 +111,7 @@ class Supervisor:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._signal:
             return
-        self._signal = signal.Signals(number).name
+        self._signal = signal_reason(number)
         # SIGINT is forwarded as SIGTERM: a terminal sends Ctrl-C to the command too, and a second SIGINT would
         # interrupt the save that the first one requested.
         self._terminate()

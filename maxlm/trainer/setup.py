@@ -77,7 +77,13 @@ def open_services(
     workdir = context.workdir if jax.process_index() == 0 else None
     watchdog = stack.enter_context(Watchdog(config.train.hang_timeout_seconds, heartbeats, workdir))
     stop_request = stack.enter_context(StopRequest())
-    stack.enter_context(MaintenanceWatcher(stop_request.request, warn=partial(context.alerts.send, 'machine')))
+    stack.enter_context(
+        MaintenanceWatcher(
+            stop_request.request,
+            warn=partial(context.alerts.send, 'machine'),
+            run=f'{context.workdir.absolute()} {jax.process_index()}',
+        )
+    )
     # Closing the stack completes pending saves, also after an error.
     checkpoints = stack.enter_context(
         Checkpoints(

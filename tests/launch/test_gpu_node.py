@@ -223,6 +223,47 @@ def test_a_signal_reaches_each_process_once(programs, tmp_path, number, processe
     assert len(programs.lines('python')) == processes
 
 
+@pytest.mark.parametrize(
+    ('options', 'processes'),
+    [((), 1), ((), 2), (('--once',), 2), (('--monitor',), 1), (('--monitor', '--once'), 2)],
+)
+def test_a_closed_terminal_saves(programs, tmp_path, options, processes):
+    programs.plan(attempts={name: [{'seconds': 60, 'saving': 0.5}] for name in ('', '0', '1')})
+    master, slave = pty.openpty()
+    command = ['bash', NODE, *options, '--per-gpu', f'--gpus={processes}', *arguments(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=programs.environment, stdin=slave, stdout=slave, stderr=slave)
+    programs.wait_for(processes, ready=True)
+    os.close(slave)
+    os.close(master)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(120) == 75
+    assert len(programs.calls('python', signal='SIGTERM')) == processes
+    assert len(programs.calls('python', ready=True)) == processes
+    assert not any(alive(call['pid']) for call in programs.calls('python'))
+
+
+def test_messages_to_a_closed_terminal_do_not_change_the_exit_code(programs, tmp_path):
+    programs.plan(attempts={'0': [{'seconds': 60}], '1': [{'after': 2, 'seconds': 0.5, 'code': 5}]})
+    master, slave = pty.openpty()
+    command = ['bash', NODE, '--once', '--per-gpu', '--gpus=2', *arguments(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, env=programs.environment, stdin=slave, stdout=slave, stderr=slave)
+    programs.wait_for(2, ready=True)
+    os.close(slave)
+    os.close(master)
+    assert process.wait(120) == 5
+    assert not any(alive(call['pid']) for call in programs.calls('python'))
+
+
+def test_detached_runs(programs, tmp_path):
+    programs.plan(attempts=[{'code': 2}])
+    done = programs.run(NODE, '--detach', '--max-failures=2', *arguments(tmp_path))
+    # It waits for the start of the run, which fails.
+    assert (done.returncode, done.stdout) == (2, '')
+    assert 'supervise: bad input (exit code 2): not restarted' in done.stderr
+    assert len(programs.lines('python')) == 1
+    assert not (tmp_path / 'run').exists()
+
+
 def test_all_processes_of_a_node_restart(programs, tmp_path):
     first = {'after': 2, 'code': 75}
     programs.plan(attempts={'0': [{'seconds': 60}, {}], '1': [first, {}]})
@@ -266,6 +307,8 @@ def test_dry_run(programs, tmp_path):
         (['--platform=cpu', '--per-gpu'], 'needs --gpus'),
         (['--devices=4'], '--devices is for --platform cpu'),
         (['--config=configs/tiny.py'], 'come after --'),
+        (['--detach', '--once'], '--detach does not work with --once'),
+        (['--detach', '--monitor'], '--detach does not work with --monitor'),
     ],
 )
 def test_bad_options(programs, tmp_path, options, words):

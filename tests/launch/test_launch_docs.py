@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -87,6 +89,23 @@ def test_price_table_of_tpus():
 def test_invalid_command_is_rejected(programs):
     line = next(line for line in COMMANDS if '--node-rank' in line)
     assert programs.run(*dry(line.replace('--node-rank', '--rank'))).returncode == 2
+
+
+@pytest.mark.skipif(not shutil.which('systemd-analyze'), reason='needs systemd-analyze')
+def test_systemd_unit(tmp_path):
+    [unit] = code_blocks((ROOT / 'docs/launch/gpu-nodes.md').read_text(), 'ini')
+    path = tmp_path / 'maxlm.service'
+
+    def messages(text):
+        path.write_text(text.replace('/home/me/maxlm', str(ROOT)))
+        # Other units of this machine may have errors.
+        command = ['systemd-analyze', 'verify', '--man=no', '--recursive-errors=no', path]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return [line for line in done.stderr.splitlines() if 'maxlm.service' in line]
+
+    assert messages(unit) == []
+    # Negative control.
+    assert messages(unit.replace('on-abnormal', 'on-abnormality')) != []
 
 
 def test_every_script_is_documented():

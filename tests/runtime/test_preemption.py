@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from maxlm.errors import EXIT_PREEMPTED
+from maxlm.errors import EXIT_PREEMPTED, signal_reason
 from maxlm.runtime.preemption import StopRequest
 from tests.conftest import ROOT
 
@@ -16,17 +16,32 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_first_signal_only_requests_a_stop(number):
     with StopRequest() as stop:
         assert stop.requested == ''
         send(number)
-        assert stop.requested == number.name
+        assert stop.requested == signal_reason(number)
+        # The terminal, the shell and the supervisor may all send a signal.
+        send(signal.SIGTERM)
+        send(signal.SIGHUP)
+        assert stop.requested == signal_reason(number)
+
+
+def test_ignored_sighup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            send(signal.SIGHUP)
+            assert stop.requested == ''
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_restored(monkeypatch):
     received = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
     try:
         with pytest.raises(RuntimeError), StopRequest():
@@ -117,29 +132,35 @@ def test_notice_reaches_other_processes_as_sigterm(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-# Behaves like `maxlm.train`: it gets a second SIGTERM during the save and a third after the loop.
+# Behaves like `maxlm.train`: it gets a second signal during the save and a third after the loop.
 PROGRAM = """
 import atexit, os, signal, sys
-from maxlm.errors import EXIT_PREEMPTED
-from maxlm.runtime.preemption import StopRequest, ignore_sigterm
+from maxlm.errors import run_command
+from maxlm.runtime.preemption import StopRequest
 
-def send_sigterm():
-    os.kill(os.getpid(), signal.SIGTERM)
+def send():
+    os.kill(os.getpid(), signal.{name})
 
-with StopRequest() as stop:
-    send_sigterm()
-    assert stop.should_stop()
-    send_sigterm()
-    print('saved')
-{ending}
-atexit.register(send_sigterm)
-sys.exit(EXIT_PREEMPTED)
+def main(argv):
+    with StopRequest() as stop:
+        send()
+        assert stop.should_stop()
+        send()
+        print('saved')
+    return {code}
+
+code = run_command(main)
+atexit.register(send)
+sys.exit(code)
 """
 
 
-@pytest.mark.parametrize(('ending', 'code'), [('ignore_sigterm()', EXIT_PREEMPTED), ('', -signal.SIGTERM)])
-def test_signals_during_exit(ending, code):
-    program = PROGRAM.format(ending=ending)
+@pytest.mark.parametrize(
+    ('name', 'code', 'ending'),
+    [('SIGTERM', EXIT_PREEMPTED, EXIT_PREEMPTED), ('SIGHUP', 0, 0), ('SIGTERM', 1, -signal.SIGTERM)],
+)
+def test_signals_during_exit(name, code, ending):
+    program = PROGRAM.format(name=name, code=code)
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == code
+    assert done.returncode == ending
     assert done.stdout == 'saved\n'

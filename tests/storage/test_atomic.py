@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.storage.atomic import atomic_write, check_new, check_space, new_directory
+from tests.conftest import ROOT
 
 
 def test_existing_output_is_rejected(tmp_path):
@@ -80,3 +83,41 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
         atomic_write(path, b'new')
     assert path.read_text() == 'größe'
     assert list(path.parent.iterdir()) == [path]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from maxlm.storage.atomic import new_directory
+
+with new_directory('--output', Path(sys.argv[1])) as partial:
+    (partial / 'file').write_text('partial')
+    print('writing', flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.multiprocess
+def test_what_killed_processes_left_is_deleted(tmp_path):
+    output = tmp_path / 'model[1]'
+
+    def start():
+        words = [sys.executable, '-c', WRITER, str(output)]
+        process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == 'writing\n'
+        return process
+
+    with start() as killed, start() as running:
+        killed.kill()
+        killed.wait()
+        # Control: files of other outputs.
+        for name in ('.model.1.partial', '.model[1].other', 'model[1].1.partial'):
+            (tmp_path / name).mkdir()
+        before = set(tmp_path.iterdir())
+        assert check_new('--output', str(output)) == output
+        [deleted] = before - set(tmp_path.iterdir())
+        assert deleted.name == f'.model[1].{killed.pid}.partial'
+        # The running process is not disturbed.
+        running.stdin.close()
+        assert running.wait(30) == 0
+    assert (output / 'file').read_text() == 'partial'

@@ -19,6 +19,9 @@ from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStat
 # Each worker uses one thread, because the worker processes already use all cores.
 ONE_THREAD = {'TOKENIZERS_PARALLELISM': 'false', 'RAYON_NUM_THREADS': '1'}
 
+# Signals that a terminal sends to all processes of a command: Ctrl-C, and its own end.
+TERMINAL_SIGNALS = frozenset({signal.SIGINT, signal.SIGHUP})
+
 # Seconds that an idle process has to exit.
 END_SECONDS = 5.0
 
@@ -123,10 +126,10 @@ class Processes:
     def _new_worker(self) -> _Worker:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(target=_work, args=(child_end,), daemon=True)
-        # Only this process handles Ctrl-C, and stops the workers. SIGINT stays blocked while a worker starts, until the
-        # worker ignores it. A pending SIGINT is delivered here afterwards.
+        # Only this process handles signals of the terminal, and stops the workers. They stay blocked while a worker
+        # starts, until the worker ignores them. A pending signal is delivered here afterwards.
         multiprocessing.resource_tracker.ensure_running()  # `start` would do this and unblock SIGINT
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         try:
             process.start()
         finally:
@@ -151,7 +154,8 @@ class Processes:
 
 
 def _work(connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     os.environ.update(ONE_THREAD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:

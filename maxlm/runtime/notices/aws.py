@@ -71,7 +71,7 @@ def _is_imminent(start: str) -> bool:
     """Returns True if a time such as `21 Jan 2026 09:00:43 GMT` is near or past."""
     try:
         time = email.utils.parsedate_to_datetime(start).astimezone(UTC)
-    except ValueError:
+    except (ValueError, OverflowError):
         return False
     return time - datetime.now(UTC) <= LEAD_TIME
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from email.message import Message
 from pathlib import Path
@@ -45,7 +46,7 @@ class Feed(Protocol):
         """Returns the pending notices. May wait for a change of them.
 
         Raises:
-            OSError, http.client.HTTPException, ValueError: the request failed, or the response is invalid.
+            Exception: the request failed, or the response is invalid.
         """
 
 
@@ -62,12 +63,19 @@ def request(url: str, headers: dict[str, str], *, timeout: float, method: str = 
     """Returns the text and the headers of a response.
 
     Raises:
-        OSError, http.client.HTTPException: the request failed.
+        OSError, http.client.HTTPException: the request failed, or the response takes longer than `timeout`.
     """
+    end = time.monotonic() + timeout
     # The metadata server is on the machine's own network, where proxies do not apply.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, headers=headers, method=method), timeout=timeout) as response:
-        return response.read(MAX_BYTES).decode('utf-8', 'replace').strip(), response.headers
+        text = bytearray()
+        # The timeout of the socket applies to each part of the response.
+        while len(text) < MAX_BYTES and (part := response.read1(MAX_BYTES - len(text))):
+            text += part
+            if time.monotonic() > end:
+                raise TimeoutError(f'the response is not complete after {timeout:g} s')
+        return text.decode('utf-8', 'replace').strip(), response.headers
 
 
 def parse_object(text: str) -> dict[str, object]:

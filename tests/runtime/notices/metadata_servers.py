@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -62,7 +63,9 @@ class LoopbackServer(abc.ABC):
         status, text = (self.status, '') if self.status else self.answer(request, path)
         request.send_response(status)
         request.end_headers()
-        request.wfile.write(text.encode())
+        # The watcher does not read long responses to their end.
+        with contextlib.suppress(ConnectionError):
+            request.wfile.write(text.encode())
         with self._changed:
             self.requests[path] += 1
             self._changed.notify_all()

@@ -1,0 +1,185 @@
+"""Starts a supervisor in its own session, where it survives the loss of the terminal, and stops it.
+
+WORKDIR/logs/console-HOST.log gets the output, and WORKDIR/logs/console-HOST.pid the process ID. The supervisor locks
+this file while it runs. Each host of a run has its own files. For a workdir in a bucket, they are in the directory logs
+of the current directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
+from maxlm.storage.filesystem import is_url
+from maxlm.storage.regular_files import open_descriptor, read_text
+from maxlm.workdir.lock import LOCK
+
+LOGS = 'logs'
+# Maximum time to wait until the run holds its workdir. A later failure is only in the log.
+START_SECONDS = 120.0
+POLL_SECONDS = 0.2
+_UNSAFE = re.compile(r'[^\w.-]+')
+
+
+class DetachedFiles(NamedTuple):
+    """Files of the detached supervisor of this host: its output, and its locked process ID."""
+
+    log: Path
+    pid: Path
+
+
+def detached_files(workdir: str) -> DetachedFiles:
+    """Returns the files for a workdir, a directory or a URL."""
+    host = _UNSAFE.sub('-', socket.gethostname())
+    folder, name = (
+        (Path(LOGS), f'{_UNSAFE.sub("-", workdir)}-{host}') if is_url(workdir) else (Path(workdir, LOGS), host)
+    )
+    return DetachedFiles((folder / f'console-{name}.log').absolute(), (folder / f'console-{name}.pid').absolute())
+
+
+def start_detached(workdir: str, run: Callable[[], int]) -> int:
+    """Calls `run` in a new process without a terminal, and returns when its training has started or it has failed.
+
+    Args:
+        workdir: workdir of the run.
+        run: function that supervises the command and returns its exit code.
+
+    Returns:
+        EXIT_DONE after a start, or the exit code of `run`.
+
+    Raises:
+        InputError: the workdir is unknown, not writable, or in use by a detached supervisor of this host.
+    """
+    if not workdir:
+        raise InputError('--detach needs --workdir in the command, because the output goes to that directory')
+    files = detached_files(workdir)
+    created = [folder for folder in (files.log.parent, files.log.parent.parent) if not folder.exists()]
+    try:
+        files.log.parent.mkdir(parents=True, exist_ok=True)
+        pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR | os.O_CREAT), 'r+b')
+        log = os.fdopen(open_descriptor(str(files.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 'ab')
+    except OSError as error:
+        raise InputError(f'{files.log}: {os_message(error)}; choose a writable --workdir') from error
+    with pid_file, log:
+        if not _lock(pid_file):
+            raise InputError(
+                f'--workdir={workdir}: the detached process {read_text(files.pid).strip()} is using it; stop it with '
+                f'maxlm supervise --stop {shlex.quote(workdir)}'
+            )
+        before = _lock_of(workdir)
+        shown = log.tell()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            # It shares the lock, which ends with the last process that has the file open.
+            pid_file.truncate(0)
+            pid_file.write(f'{os.getpid()}\n'.encode())
+            pid_file.flush()
+            _leave_terminal(log)
+            return run()
+    status = _wait_for_start(workdir, pid, files, before, shown)
+    if status is None:
+        return EXIT_DONE
+    if created:
+        # An invalid start leaves no files. Its output has been printed.
+        with contextlib.suppress(OSError):
+            files.log.unlink()
+            files.pid.unlink()
+            for folder in created:
+                folder.rmdir()
+    code = os.waitstatus_to_exitcode(status)
+    return EXIT_FAILED if code < 0 else code
+
+
+def stop_detached(workdir: str) -> int:
+    """Sends SIGTERM to the detached supervisor of a workdir and waits until the run has saved and exited.
+
+    Raises:
+        InputError: there is no such supervisor on this host.
+    """
+    files = detached_files(workdir)
+    try:
+        pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR), 'r+b')
+    except OSError as error:
+        raise InputError(
+            f'{files.pid}: {os_message(error)}; give --stop the workdir of a run that --detach started on this host'
+        ) from error
+    with pid_file:
+        if _lock(pid_file):
+            raise InputError(f'--stop={workdir}: no detached run is running on this host; see the end of {files.log}')
+        text = pid_file.read().strip()
+        # A negative number, 0 or 1 would end other processes.
+        if not text.isdigit() or int(text) <= 1:
+            raise InputError(f'{files.pid}: not a process ID; find the process with ps, and use kill')
+        pid = int(text)
+        os.kill(pid, signal.SIGTERM)
+        print(f'stopping process {pid}, which saves first', flush=True)
+        while not _lock(pid_file):
+            time.sleep(POLL_SECONDS)
+    print(f'stopped; its log is {files.log}')
+    return EXIT_DONE
+
+
+def _leave_terminal(log: BinaryIO) -> None:
+    """Moves this process to a new session without a terminal, with its output in `log`."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for descriptor in (1, 2):
+        os.dup2(log.fileno(), descriptor)
+
+
+def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, before: str, shown: int) -> int | None:
+    """Copies the log to stderr until the run has started. Returns the status of the process if it ended before."""
+    end = time.monotonic() + START_SECONDS
+    has_started = False
+    while not has_started and time.monotonic() < end:
+        time.sleep(POLL_SECONDS)
+        has_started = _lock_of(workdir) not in ('', before)
+        found, status = os.waitpid(pid, os.WNOHANG)
+        with files.log.open('rb') as log:
+            log.seek(shown)
+            text = log.read()
+            shown += len(text)
+        sys.stderr.write(text.decode(errors='replace'))
+        sys.stderr.flush()
+        if found:
+            return status
+    quoted = shlex.quote(workdir)
+    state = 'started' if has_started else f'still starting after {START_SECONDS:g} s'
+    print(
+        f'{state}: process {pid}, which continues without this terminal\n'
+        f'watch:  maxlm monitor {quoted}\n'
+        f'output: tail -f {shlex.quote(str(files.log))}\n'
+        f'stop:   maxlm supervise --stop {quoted}'
+    )
+    return None
+
+
+def _lock_of(workdir: str) -> str:
+    """Returns the text of the run's lock; '' without a lock or for a URL."""
+    with contextlib.suppress(OSError):
+        return '' if is_url(workdir) else read_text(Path(workdir, LOCK))
+    return ''
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Locks a file until its descriptor is closed. Returns False if another process has locked it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
