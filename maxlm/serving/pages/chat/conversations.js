@@ -12,6 +12,13 @@ function newConversation(kind) {
   return { id, kind, title: '', updated: 0, model: '', system: '', turns: [], text: '' };
 }
 
+// Returns true if this page can have stored an entry.
+function isConversation(entry) {
+  const isTurn = (turn) => ['user', 'assistant'].includes(turn?.role) && typeof turn.content === 'string';
+  const areTexts = ['id', 'kind', 'title', 'text'].every((name) => typeof entry?.[name] === 'string');
+  return areTexts && Array.isArray(entry.turns) && entry.turns.every(isTurn);
+}
+
 // Reads the stored conversations. An entry that this page cannot have written is ignored.
 function loadConversations() {
   conversations.clear();
@@ -19,7 +26,7 @@ function loadConversations() {
     for (const key of Object.keys(localStorage)) {
       if (!key.startsWith(KEY_PREFIX)) continue;
       const entry = loadItem(key.slice('maxlm.'.length), null);
-      if (entry && typeof entry.id === 'string' && Array.isArray(entry.turns)) conversations.set(entry.id, entry);
+      if (isConversation(entry)) conversations.set(entry.id, entry);
     }
   } catch {
     // The storage is blocked.
@@ -67,10 +74,10 @@ function shownBefore() {
 
 // Converts the single conversation and text that former versions of this page stored.
 function convertFormerItems() {
-  const turns = loadItem('turns', []);
-  const text = loadItem('text', '');
-  if (turns.length) saveConversation({ ...newConversation('chat'), updated: Date.now(), turns });
-  if (text) saveConversation({ ...newConversation('text'), updated: Date.now(), text });
+  const chat = { ...newConversation('chat'), updated: Date.now(), turns: loadItem('turns', []) };
+  const text = { ...newConversation('text'), updated: Date.now(), text: loadItem('text', '') };
+  if (isConversation(chat) && chat.turns.length) saveConversation(chat);
+  if (isConversation(text) && text.text) saveConversation(text);
   removeItem('turns');
   removeItem('text');
 }

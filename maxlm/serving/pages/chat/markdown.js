@@ -5,7 +5,7 @@ const MAX_BLOCK_CHARS = 40_000;
 const MAX_BLOCK_TOKENS = 15_000;
 const MAX_TOKENS = 200_000;
 // Lists and quotes that are nested more deeply are shown as text.
-const MAX_DEPTH = 20;
+const MAX_DEPTH = 16;
 // New text of one update, unless its block is longer.
 const STEP_CHARS = 4000;
 // Plain text is divided into paragraphs, because the time to break text into lines can be quadratic in its length.

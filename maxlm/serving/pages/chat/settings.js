@@ -2,7 +2,13 @@
 
 const DEFAULTS = { mode: '', system: '', temperature: '', top_p: '', top_k: '', min_p: '', max_tokens: '', seed: '', key: '' };
 const SAMPLING = ['temperature', 'top_p', 'top_k', 'min_p', 'max_tokens', 'seed'];
-const settings = { ...DEFAULTS, ...loadItem('settings', {}) };
+const settings = loadSettings();
+
+function loadSettings() {
+  const stored = loadItem('settings', {});
+  const valid = Object.keys(DEFAULTS).filter((name) => typeof stored[name] === 'string');
+  return { ...DEFAULTS, ...Object.fromEntries(valid.map((name) => [name, stored[name]])) };
+}
 
 function loadItem(name, fallback) {
   try {
