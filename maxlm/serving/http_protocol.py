@@ -110,14 +110,15 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if len(self.headers) == _MAX_HEADERS:
             raise ApiError(431, f'the request has more than {_MAX_HEADERS} headers', code='invalid_http')
-        super().on_header(name, value)
+        super().on_header(name, value.rstrip(b' \t'))
 
     def on_headers_complete(self) -> None:
         """Starts a request, unless its target, version or framing is not supported."""
         self._is_in_head = False
         version = self.parser.get_http_version()
-        if not self.url.startswith(b'/'):
-            raise _invalid_request('the target of the request must be a path')
+        # CONNECT is also the only message that asks for an upgrade without the header that `_parse` removes.
+        if not self.url.startswith(b'/') or self.parser.get_method() == b'CONNECT':
+            raise _invalid_request('the request must have a path, and another method than CONNECT')
         if version not in ('1.0', '1.1'):
             raise _invalid_request('the version must be HTTP/1.1')
         codings = [value.strip().lower() for name, value in self.headers if name == b'transfer-encoding']
