@@ -134,7 +134,7 @@ def parse_answers(output, *, is_complete=True):
     """Returns the responses in the output. Raises AssertionError unless all are well-formed HTTP/1.1."""
     answers = []
     while output:
-        with contextlib.suppress(_Incomplete):
+        with contextlib.suppress(_IncompleteError):
             answer, output = _parse_answer(output)
             answers += [answer] if answer.status != 100 else []
             continue
@@ -143,14 +143,14 @@ def parse_answers(output, *, is_complete=True):
     return answers
 
 
-class _Incomplete(Exception):
+class _IncompleteError(Exception):
     pass
 
 
 def _parse_answer(output):
     head, end, rest = output.partition(b'\r\n\r\n')
     if not end:
-        raise _Incomplete
+        raise _IncompleteError
     first, *lines = head.split(b'\r\n')
     found = _STATUS_LINE.fullmatch(first)
     assert found, first
@@ -164,13 +164,13 @@ def _parse_answer(output):
         size = int(headers[b'content-length'])
         body, rest = rest[:size], rest[size:]
         if len(body) < size:
-            raise _Incomplete
+            raise _IncompleteError
     elif b'transfer-encoding' in headers:
         size = 1
         while size:
             line, end, rest = rest.partition(b'\r\n')
             if not end or len(rest) < int(line, 16) + 2:
-                raise _Incomplete
+                raise _IncompleteError
             size = int(line, 16)
             assert rest[size : size + 2] == b'\r\n'
             body, rest = body + rest[:size], rest[size + 2 :]

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import REPLY
-from tests.serving.protocol_harness import Harness, parse_answers
+from tests.serving.protocol_harness import Harness
 
 HOST = b'Host: 127.0.0.1'
 JSON = b'Content-Type: application/json'
