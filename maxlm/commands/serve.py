@@ -33,6 +33,9 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
             f'--tensor-parallel-size={options.tensor_parallel_size}: must be from 1 to '
             f'{jax.device_count()}, the number of devices'
         )
+    name = options.served_model_name or default_model_name(options.checkpoint)
+    if not name.isprintable():
+        raise InputError(f'--served-model-name={name!r}: must be printable text; choose another name')
     # Bind before the model is loaded, so that a port in use is reported immediately.
     with Console(), bind(options.host, options.port) as listener:
         if not is_loopback(listener) and not api_key:
@@ -65,7 +68,6 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
         model = model.without_params()
         engine.warm_up(lambda name: logger.info(f'compiling: {name}'))
         trim_malloc()
-        name = options.served_model_name or default_model_name(options.checkpoint)
         served = ServedModel(
             name,
             model.step,

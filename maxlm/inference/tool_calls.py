@@ -77,8 +77,8 @@ class ToolCallParser:
         """Returns the pieces of content and the calls that are complete, in order.
 
         The possible beginning of a call, and whitespace before it, are withheld. At the end of a text, an incomplete
-        call is content by default. With `allow_partial`, it is a call with the beginning of its arguments, or nothing
-        if its name is incomplete, as in OpenAI's API.
+        call is content by default. With `allow_partial`, it is a call with the beginning of its arguments, as in
+        OpenAI's API, or nothing if it has none yet.
         """
         self._rest += text
         pieces: list[str | ToolCall] = []

@@ -54,14 +54,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Applies the connection limits and starts the read timer."""
         super().connection_made(transport)
+        self._idle_since = self.loop.time()
         self.flow = _FlowControl(transport, self.pipeline)
         # `connections` contains all open connections, including this one.
-        num_from_client = sum(
-            self._client_address(connection) == self._client_address(self) for connection in self.connections
-        )
-        if len(self.connections) > self.limits.max_connections or num_from_client > self.limits.max_client_connections:
-            transport.abort()
-            return
+        own = [each for each in self.connections if self._client_address(each) == self._client_address(self)]
+        if len(own) > self.limits.max_client_connections:
+            self._make_place(own)
+        elif len(self.connections) > self.limits.max_connections:
+            self._make_place(self.connections)
         self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -110,14 +110,15 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         if len(self.headers) == _MAX_HEADERS:
             raise ApiError(431, f'the request has more than {_MAX_HEADERS} headers', code='invalid_http')
-        super().on_header(name, value)
+        super().on_header(name, value.rstrip(b' \t'))
 
     def on_headers_complete(self) -> None:
         """Starts a request, unless its target, version or framing is not supported."""
         self._is_in_head = False
         version = self.parser.get_http_version()
-        if not self.url.startswith(b'/'):
-            raise _invalid_request('the target of the request must be a path')
+        # CONNECT is also the only message that asks for an upgrade without the header that `_parse` removes.
+        if not self.url.startswith(b'/') or self.parser.get_method() == b'CONNECT':
+            raise _invalid_request('the request must have a path, and another method than CONNECT')
         if version not in ('1.0', '1.1'):
             raise _invalid_request('the version must be HTTP/1.1')
         codings = [value.strip().lower() for name, value in self.headers if name == b'transfer-encoding']
@@ -154,6 +155,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_response_complete()
         self._cancel_timer(self._read_timer)
         self._read_timer = None
+        self._idle_since = self.loop.time()
         if self.transport.is_closing():
             # The transport closes only after the client has read everything.
             self._cancel_timer(self._write_timer)
@@ -213,6 +215,14 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         # A connection that closes while bytes arrive is reset, and its client may lose the response.
         self.transport.write_eof()
         self.loop.call_later(_LINGER_SECONDS, self.transport.abort)
+
+    def _make_place(self, connections: Collection[Any]) -> None:
+        """Closes the connection that has waited longest for a request, or this one if all are in use."""
+        idle = [each for each in connections if not each._is_answering]
+        oldest = min(idle, key=lambda each: each._idle_since)
+        # Many connections may be made before the event loop reports that this one is lost.
+        self.connections.discard(oldest)
+        oldest.transport.abort()
 
     def _start_read_timer(self) -> None:
         self._read_timer = self.loop.call_later(self.limits.stall_seconds, self.transport.abort)

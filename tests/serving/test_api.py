@@ -457,7 +457,27 @@ def test_other_origins_are_refused(server):
             ({'Host': f'evil.example:{port}', 'Origin': f'http://evil.example:{port}'}, 403),
             ({'Host': f'evil.example:{port}'}, 403),
             ({'Host': f'127.0.0.1.evil.example:{port}'}, 403),
-            ({'Host': '['}, 403),
+            *(
+                ({'Host': host}, 403)
+                for host in (
+                    *('[', '', '127.0.0.1?.evil.example', '127.0.0.1#.evil.example', '127.0.0.1/.evil.example'),
+                    *(
+                        'evil.example@127.0.0.1',
+                        '127.0.0.1@evil.example',
+                        '127.0.0.1:x',
+                        '127.0.0.1:80:80',
+                        '127.1',
+                        '::1',
+                    ),
+                    *('127.0.0.1\\.evil.example', '127.0.0.1 evil.example', '127.0.0.1\tevil', 'localhost.', '[::1]x'),
+                    *('[::1%25lo]', '[::1', 'a,localhost', '0x7f.1', '2130706433', '0.0.0.0'),
+                )
+            ),
+            ({'Host': 'LOCALHOST:1'}, 200),
+            ({'Host': f'127.0.0.1:{port}', 'Origin': f'{server.url}?.evil.example'}, 403),
+            ({'Host': f'127.0.0.1:{port}', 'Origin': f'ftp://127.0.0.1:{port}'}, 403),
+            # Without a proxy, these headers do not name the host.
+            ({'Host': 'evil.example', 'X-Forwarded-Host': 'localhost', 'Forwarded': 'host=localhost'}, 403),
         ]:
             answer = http.get('/v1/models', headers=headers)
             assert answer.status_code == status, headers

@@ -136,26 +136,60 @@ def test_a_body_without_an_end(server):
 
 def test_many_connections():
     limits = ServerLimits(max_connections=20, drain_seconds=1)
-    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+    engine = FakeEngine(num_slots=20)
+    engine.open.clear()
+    with ServerThread(served_by(engine), limits=limits) as server:
         connections = [server.connect() for _ in range(20)]
+        for connection in connections:
+            connection.sendall(GOOD.content)
+        until(lambda: engine.state.running == 20)
         with server.connect() as refused:
             refused.settimeout(20)
             # Closing a connection with unread data is an error for the client.
             with contextlib.suppress(ConnectionError):
                 assert refused.recv(1) == b''
-        for connection in connections:
-            connection.close()
+        engine.open.set()
         wire = Wire(server.port)
         until(lambda: (answer := wire.exchange(GOOD)) is not None and answer[0] == 200)
         wire.close()
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize('sent', [b'', GOOD.content[:9], GOOD.content])
+def test_a_new_connection_replaces_the_one_that_is_idle_for_longest(sent):
+    limits = ServerLimits(max_connections=20, drain_seconds=1)
+    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+        connections = [server.connect() for _ in range(20)]
+        for connection in connections:
+            connection.sendall(sent)
+            if sent == GOOD.content:
+                assert connection.recv(12) == b'HTTP/1.1 200'
+        with server.connect() as new:
+            new.sendall(GOOD.content)
+            assert new.recv(12) == b'HTTP/1.1 200'
+        # The first connection was closed, and the last one is open.
+        with contextlib.suppress(ConnectionError):
+            while connections[0].recv(4096):
+                pass
+        connections[-1].sendall(GOOD.content[len(sent) :] or GOOD.content)
+        assert connections[-1].recv(12)
+        for connection in connections:
+            connection.close()
 
 
 def test_many_connections_of_one_client():
     limits = ServerLimits(max_client_connections=5, drain_seconds=1)
-    with ServerThread(served_by(FakeEngine()), limits=limits) as server:
+    engine = FakeEngine()
+    engine.open.clear()
+    with ServerThread(served_by(engine), limits=limits) as server:
         connections = [server.connect() for _ in range(5)]
+        for connection in connections:
+            connection.sendall(GOOD.content)
+        until(lambda: engine.state.running == 5)
         with server.connect() as refused, contextlib.suppress(ConnectionError):
             assert refused.recv(1) == b''
+        engine.open.set()
         # Clients with other addresses are not blocked.
         address = ('127.0.0.2', 0)
         with socket.create_connection(('127.0.0.1', server.port), timeout=20, source_address=address) as other:

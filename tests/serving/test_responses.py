@@ -13,6 +13,69 @@ from maxlm.serving.responses import ResponseBuilder, TokenDecoder, usage
 TOKENIZER = bytes_tokenizer()
 
 
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
+
+
+def chat_choices(text, finish_reason, *, requires_calls):
+    """Returns (content, [(name, arguments)], finish reason) of a response, and of a stream with one character each."""
+    options = {'chat': True, 'model': 'tiny', 'step': 1, 'token_decoder': TokenDecoder(TOKENIZER), 'echoes': ['']}
+    options |= {'with_log_probs': False, 'has_tools': True, 'requires_calls': requires_calls}
+    deltas = [Delta(0, letter, (), None) for letter in text] + [Delta(0, '', (), finish_reason)]
+    choice = ResponseBuilder(**options).response([deltas], usage(0, 0))['choices'][0]
+    builder = ResponseBuilder(**options)
+    chunks = [builder.chunk(0, delta)['choices'][0] for delta in deltas]
+    streamed = [call for chunk in chunks for call in chunk['delta'].get('tool_calls', ())]
+    assert [call['index'] for call in streamed] == [*range(len(streamed))]
+    content = ''.join(chunk['delta'].get('content', '') for chunk in chunks)
+    whole = choice['message']
+    return [
+        (text or '', [(call['function']['name'], call['function']['arguments']) for call in calls], reason)
+        for text, calls, reason in [
+            (whole['content'], whole.get('tool_calls', []), choice['finish_reason']),
+            (content, streamed, chunks[-1]['finish_reason']),
+        ]
+    ]
+
+
+@pytest.mark.parametrize('finish_reason', ['length', 'stop'])
+def test_a_call_that_is_cut_off_has_incomplete_arguments(finish_reason):
+    text = f'{CALL}\n{CALL}'
+    arguments = '{"a": 12}'
+    for end in range(len(text)):
+        whole, streamed = chat_choices(text[:end], finish_reason, requires_calls=True)
+        assert whole == streamed
+        content, calls, reason = whole
+        # The text consists of calls only, so no part of them is content.
+        assert content == ''
+        assert [name for name, _ in calls] == ['add'] * len(calls)
+        assert all(arguments.startswith(found) for _, found in calls)
+        assert [found for _, found in calls[:-1]] == [arguments] * len(calls[:-1])
+        is_within_call = text[:end].rpartition('<tool_call>')[2].count('}') < 2
+        assert reason == ('tool_calls' if finish_reason == 'stop' and calls and not is_within_call else finish_reason)
+    whole, streamed = chat_choices(text, 'stop', requires_calls=True)
+    assert whole == streamed == ('', [('add', arguments)] * 2, 'tool_calls')
+
+
+def test_content_before_a_call_that_is_cut_off():
+    for cut, calls in [
+        (CALL[:30], []),
+        (CALL[:41], [('add', '')]),
+        (CALL[:44], [('add', '{"a')]),
+        (CALL[:-14], [('add', '{"a": 12}')]),
+    ]:
+        for found in chat_choices(f'Let me see. {cut}', 'length', requires_calls=False):
+            assert found == ('Let me see.', calls, 'length')
+    # Without a required call, the beginning of a mark may be text.
+    for found in chat_choices('a <tool', 'length', requires_calls=False):
+        assert found == ('a <tool', [], 'length')
+
+
+def test_names_with_unpaired_surrogates_are_text():
+    text = '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'
+    for found in chat_choices(text, 'stop', requires_calls=False):
+        assert found == (text, [], 'stop')
+
+
 def response_to(prompt, echo, deltas, tokenizer=TOKENIZER):
     """Returns the only choice of a response."""
     builder = ResponseBuilder(
