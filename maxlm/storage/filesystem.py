@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from maxlm.storage import regular_files
 from maxlm.storage.errors import classify_error, redact
-from maxlm.storage.object_store import open_filesystem
-from maxlm.storage.regular_files import NotRegularError, check_regular, check_size, kind_of, open_descriptor
+from maxlm.storage.object_store import open_filesystem, read_file
+from maxlm.storage.regular_files import check_regular, check_size, kind_of, open_descriptor
 
 # Read buffer of local files. fsspec reads ahead by itself.
 BUFFER_BYTES = 2**20
@@ -136,14 +138,13 @@ def open_file(path: str) -> BinaryIO:
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
     """Returns the content of a file. Raises StorageError if it cannot be read, or is larger than `limit` bytes."""
-    with open_file(path) as file:
-        if limit is not None:
-            try:
-                check_size(path, file.seek(0, os.SEEK_END), limit)
-            except NotRegularError as error:
-                raise classify_error(path, error) from error
-            file.seek(0)
-        return file.read()
+    try:
+        if is_url(path):
+            check_size(path, stat(path).size, math.inf if limit is None else limit)
+            return read_file(path)
+        return regular_files.read_bytes(path, limit=limit)
+    except Exception as error:
+        raise classify_error(path, error) from error
 
 
 class _LocalFile(io.FileIO):
