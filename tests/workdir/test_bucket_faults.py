@@ -154,6 +154,13 @@ class OpenData(Operation):
 
 class ReadTexts(Operation):
     def run(self):
+        try:
+            self.read()
+        except TransientStorageError:
+            # `maxlm prepare` repeats such tasks.
+            self.read()
+
+    def read(self):
         found = find_inputs(['gs://bucket/texts'])
         ranges = [part for file in found for part in split_file(file, 10**9)]
         self.texts = [document.text for part in ranges for document in read_documents(part, ReadOptions())]
@@ -203,10 +210,12 @@ def attempt(kind, served, folder, fault):
     return message, served.num_injected - before
 
 
-@pytest.mark.parametrize('kind', ['GetStep', 'OpenData'])
+@pytest.mark.parametrize('kind', ['GetStep', 'OpenData', 'ReadTexts'])
 @pytest.mark.parametrize('name', ['403', '503', 'html', 'short', 'flip'])
 def test_faults_of_reads(kind, name, served, tmp_path):
-    message, injected = attempt(kind, served, tmp_path / 'one', WireFault('alt=media', **FAULTS[name], times=1, skip=1))
+    skip = 0 if kind == 'ReadTexts' else 1
+    fault = WireFault('alt=media', **FAULTS[name], times=1, skip=skip)
+    message, injected = attempt(kind, served, tmp_path / 'one', fault)
     assert injected == 1
     assert bool(message) == (name == '403'), message
     message, injected = attempt(kind, served, tmp_path / 'two', WireFault(**FAULTS[name]))
@@ -253,9 +262,6 @@ def test_manifest_with_a_flipped_bit_is_read_again(served, tmp_path):
 def test_all_faults_in_all_operations(kind, served, tmp_path):
     schedules = [(1, skip) for skip in range(12)] + [(10**9, skip) for skip in range(6)]
     for number, (name, (times, skip)) in enumerate(itertools.product(FAULTS, schedules)):
-        if kind == 'ReadTexts' and name in ('flip', 'short'):
-            # Parts of large files are read, of which buckets report no checksums.
-            continue
         fault = WireFault(**FAULTS[name], times=times, skip=skip)
         message, injected = attempt(kind, served, tmp_path / str(number), fault)
         assert injected or not message, (name, times, skip)
