@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import sys
 
 import pytest
 
@@ -160,10 +161,15 @@ class ReadTexts(Operation):
             # `maxlm prepare` repeats such tasks.
             self.read()
 
+    def on_bad(self, name, reason):
+        if isinstance(error := sys.exception(), TransientStorageError):
+            raise error
+        raise InputError(reason)
+
     def read(self):
         found = find_inputs(['gs://bucket/texts'])
         ranges = [part for file in found for part in split_file(file, 10**9)]
-        self.texts = [document.text for part in ranges for document in read_documents(part, ReadOptions())]
+        self.texts = [document.text for part in ranges for document in read_documents(part, ReadOptions(), self.on_bad)]
 
     def check(self):
         assert self.texts == [json.loads(line)['text'] for line in LINES]
