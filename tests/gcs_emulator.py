@@ -9,12 +9,14 @@ sizes of stored objects by bucket/name, GET /_log the requests. Tests use the cl
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import re
 import subprocess
 import sys
 import time
+import types
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -25,27 +27,50 @@ from tests.buckets.gcs_api import ApiError, Handler, break_connection
 
 ROOT = Path(__file__).parent.parent
 FOREVER = 10**9
+PAGE = b'<html><body>Please log in.</body></html>'
+# Number of bytes that are sent slowly.
+DRIPS = 10
 
 
 @dataclasses.dataclass
 class WireFault:
-    """A fault in the next `times` requests whose unquoted `METHOD path?query` matches a pattern.
+    """A fault in `times` requests, after the first `skip` ones, whose unquoted `METHOD path?query` matches a pattern.
 
     A nonzero `status` replaces the response. `drop` breaks the connection `before` the request is executed, or `after`
-    the execution but before the response. `delay` is the delay in seconds.
+    the execution but before the response. `delay` is the delay in seconds. `answer` replaces the response:
+
+    - `html`: a page with status 200, as from the login of a network.
+    - `redirect`: a redirect to such a page.
+    - `truncate`: the connection is closed in the middle of the body.
+    - `short`: the first half of the body with a matching length.
+    - `flip`: a bit in the middle of the body is flipped.
+    - `drip`: one byte at a time, for a second.
+    - `stale`: the objects when the fault was added.
+    - `damage`: a bit of an uploaded body is flipped before it is stored.
     """
 
     match: str = ''
     times: int = FOREVER
+    skip: int = 0
+    answer: str = ''
     status: int = 0
     drop: str = ''
     delay: float = 0.0
+
+
+def flipped(content: bytes) -> bytes:
+    """Returns the content with one flipped bit."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else content
 
 
 class FaultyHandler(Handler):
     """API handler with a faulty connection."""
 
     def route(self, parts, body):
+        if parts[0] == '_login':
+            self.send(200, PAGE, {'Content-Type': 'text/html'})
+            return
         if parts[0].startswith('_'):
             self.control(parts[0], body)
             return
@@ -58,19 +83,47 @@ class FaultyHandler(Handler):
             self.hang_up()
         elif fault.status:
             raise ApiError(fault.status, f'injected: {fault.status}')
+        elif fault.answer == 'html':
+            self.send(200, PAGE, {'Content-Type': 'text/html'})
+        elif fault.answer == 'redirect':
+            self.send(302, b'', {'Location': f'{self.store.url}/_login'})
+        elif fault.answer == 'stale':
+            self.store = copy.copy(self.store)
+            self.store.objects = self.store.snapshots[id(fault)]
+            super().route(parts, body)
+            del self.store
+        elif fault.answer == 'damage':
+            super().route(parts, flipped(body))
         else:
-            self.silent = fault.drop == 'after'
+            self.silent, self.change = fault.drop == 'after', fault.answer
             super().route(parts, body)
 
     # True if the response is withheld.
     silent = False
+    # Change of the response.
+    change = ''
 
-    def send(self, status, content, *rest):
+    def send(self, status, content, headers=types.MappingProxyType({}), fault=None):
+        change, self.change = self.change, ''
         if self.silent:
             self.silent = False
             self.hang_up()
-            return
-        super().send(status, content, *rest)
+        elif change == 'drip':
+            self.drip(status, content, headers)
+        else:
+            content = {'short': content[: len(content) // 2], 'flip': flipped(content)}.get(change, content)
+            super().send(status, content, headers, 'truncate' if change == 'truncate' else fault)
+
+    def drip(self, status, content, headers):
+        self.send_response(status)
+        for name, value in {**headers, 'Content-Length': str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for index in range(min(len(content), DRIPS)):
+            self.wfile.write(content[index : index + 1])
+            self.wfile.flush()
+            time.sleep(1 / DRIPS)
+        self.wfile.write(content[DRIPS:])
 
     def hang_up(self):
         self.close_connection = True
@@ -81,7 +134,11 @@ class FaultyHandler(Handler):
         with self.store.lock:
             for fault in self.store.wire_faults:
                 if fault.times > 0 and re.search(fault.match, line):
+                    if fault.skip:
+                        fault.skip -= 1
+                        continue
                     fault.times -= 1
+                    self.store.num_injected += 1
                     return fault
         return None
 
@@ -89,7 +146,7 @@ class FaultyHandler(Handler):
         with self.store.lock:
             match self.command, name:
                 case 'POST', '_fault':
-                    self.store.wire_faults.append(WireFault(**json.loads(body)))
+                    self.store.inject(WireFault(**json.loads(body)))
                     facts = {}
                 case 'DELETE', '_fault':
                     self.store.wire_faults.clear()
@@ -108,7 +165,16 @@ class FaultyServer(GcsServer):
 
     def __init__(self):
         self.wire_faults: list[WireFault] = []
+        # Number of requests with a fault.
+        self.num_injected = 0
+        # Objects at the time of each `stale` fault.
+        self.snapshots: dict[int, dict] = {}
         super().__init__()
+
+    def inject(self, fault: WireFault):
+        with self.lock:
+            self.wire_faults.append(fault)
+            self.snapshots[id(fault)] = dict(self.objects)
 
 
 class Emulator:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from maxlm.storage.errors import TransientStorageError, classify_error, redact, short_message
-from maxlm.storage.object_store import open_filesystem, read_range
+from maxlm.storage.object_store import open_filesystem, read_range, read_verified
 
 # Part size of large uploads. Small parts give frequent progress and cheap retries.
 PART_BYTES = 2**24
@@ -98,7 +98,8 @@ class Bucket:
 
     def read(self, name: str) -> bytes:
         """Returns the content of an object. Raises BucketError if it cannot be read."""
-        return self._ask(name, functools.partial(read_range, self._filesystem, f'{self._root}/{name}', None, None))
+        read = functools.partial(read_verified, self._filesystem, f'{self._root}/{name}', f'{self.url}/{name}')
+        return self._ask(name, read)
 
     def sha256(self, name: str, size: int) -> str:
         """Reads an object in parts and returns its SHA-256. Raises BucketError if it cannot be read."""
@@ -181,7 +182,7 @@ class Bucket:
             known = classify_error(url, error)
             if isinstance(known, TransientStorageError):
                 raise BucketError(str(known)) from error
-            reason = short_message(url, error) or type(error).__name__
+            reason = ': '.join(filter(None, [type(error).__name__, short_message(url, error)]))
             raise PermissionDeniedError(f'{redact(url)}: refused ({reason})') from error
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from maxlm.errors import InputError, os_message
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, NotRegularError, check_regular, check_size
 
+# Maximum number of characters of a path in a message.
+MAX_SHOWN = 500
+
 
 def check_entries(
     directory: str | os.PathLike[str],
@@ -41,7 +44,8 @@ def check_entries(
             continue
         except (OSError, ValueError) as error:
             reason = os_message(error) if isinstance(error, OSError) else str(error)
-            raise InputError(f'{path}: {reason}; replace it with a readable regular file') from error
+            shown = path if len(path) <= MAX_SHOWN else f'{path[:MAX_SHOWN]}…'
+            raise InputError(f'{shown}: {reason}; replace it with a readable regular file') from error
 
 
 def find_entries(directory: str | os.PathLike[str], names: Iterable[str]) -> dict[str, int]:

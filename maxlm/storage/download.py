@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import fcntl
 import functools
-import hashlib
 import os
 import threading
 import time
@@ -18,7 +16,14 @@ from typing import Protocol, TypeVar
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.errors import TransientStorageError, redact
-from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_range, translate_errors
+from maxlm.storage.object_store import (
+    Checksum,
+    digest,
+    open_filesystem,
+    read_checksum,
+    read_range,
+    translate_errors,
+)
 from maxlm.storage.regular_files import open_descriptor
 from maxlm.storage.retry import RetryPolicy
 
@@ -204,7 +209,11 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
         on_bytes(start)
         while start < file.bytes:
             stop = min(start + CHUNK_BYTES, file.bytes)
-            content = request(functools.partial(read_range, filesystem, path, start, stop))
+            # A proxy may cut one response.
+            for _ in range(2):
+                content = request(functools.partial(read_range, filesystem, path, start, stop))
+                if len(content) == stop - start:
+                    break
             if len(content) != stop - start:
                 raise InputError(
                     f'{redact(file.url)}: requested bytes {start} to {stop} but received {len(content)} bytes; the '
@@ -215,7 +224,8 @@ def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call
             start = stop
             on_bytes(len(content))
         os.fsync(partial)
-        actual = _digest(file.partial, checksum.kind)
+        with file.partial.open('rb') as written:
+            actual = digest(iter(functools.partial(written.read, CHUNK_BYTES), b''), checksum.kind)
         # If there is only a version, check that it has not changed since the first bytes were read.
         later = request(functools.partial(read_checksum, filesystem, path)) if checksum.version else checksum
         if actual == checksum.value and later == checksum:
@@ -255,17 +265,3 @@ def _resumable_bytes(file: RemoteFile, partial: int, checksum: Checksum) -> int:
 
 def _version_path(file: RemoteFile) -> Path:
     return file.path.with_name(f'.{file.path.name}.version')
-
-
-def _digest(path: Path, kind: str) -> str:
-    if not kind:
-        return ''
-    with path.open('rb') as file:
-        if kind != 'crc32c':
-            return hashlib.file_digest(file, kind).hexdigest()
-        import google_crc32c  # a dependency of gcsfs
-
-        checksum = google_crc32c.Checksum()
-        while content := file.read(CHUNK_BYTES):
-            checksum.update(content)
-        return base64.b64encode(checksum.digest()).decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import json
 import os
 import re
 import socket
@@ -96,6 +97,9 @@ def error_kind(error: BaseException) -> ErrorKind:
         return ErrorKind.PERMISSION
     if status == 404 or isinstance(error, FileNotFoundError):
         return ErrorKind.NOT_FOUND
+    # A proxy or a login page has answered instead of the bucket, or the answer is damaged.
+    if isinstance(error, json.JSONDecodeError):
+        return ErrorKind.TRANSIENT
     if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or _is_any(error, TRANSIENT_ERRORS):
         return ErrorKind.TRANSIENT
     if isinstance(error, OSError) and error.errno in TRANSIENT_ERRNOS:
@@ -177,6 +181,8 @@ def _reason(path: str, error: Exception, kind: ErrorKind) -> str:
     if kind is ErrorKind.TRANSIENT:
         if status in TRANSIENT_STATUSES:
             return f'the server returned status {status}'
+        if isinstance(error, json.JSONDecodeError):
+            return 'the answer is not JSON; a proxy or login page may have replaced it'
         return f'no answer ({_one_line(path, _system_message(error))})'
     if kind is ErrorKind.NOT_FOUND:
         return os.strerror(errno.ENOENT)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import datetime
 import io
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
-from maxlm.storage.errors import classify_error, redact
-from maxlm.storage.object_store import open_filesystem
-from maxlm.storage.regular_files import NotRegularError, check_regular, check_size, kind_of, open_descriptor
+from maxlm.storage import regular_files
+from maxlm.storage.errors import TransientStorageError, classify_error, redact
+from maxlm.storage.object_store import open_filesystem, read_file
+from maxlm.storage.regular_files import check_regular, check_size, kind_of, open_descriptor
 
 # Read buffer of local files. fsspec reads ahead by itself.
 BUFFER_BYTES = 2**20
@@ -136,14 +139,13 @@ def open_file(path: str) -> BinaryIO:
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
     """Returns the content of a file. Raises StorageError if it cannot be read, or is larger than `limit` bytes."""
-    with open_file(path) as file:
-        if limit is not None:
-            try:
-                check_size(path, file.seek(0, os.SEEK_END), limit)
-            except NotRegularError as error:
-                raise classify_error(path, error) from error
-            file.seek(0)
-        return file.read()
+    try:
+        if is_url(path):
+            check_size(path, stat(path).size, math.inf if limit is None else limit)
+            return read_file(path)
+        return regular_files.read_bytes(path, limit=limit)
+    except Exception as error:
+        raise classify_error(path, error) from error
 
 
 class _LocalFile(io.FileIO):
@@ -160,12 +162,19 @@ class _LocalFile(io.FileIO):
 
 
 class _RemoteFile(io.RawIOBase):
-    """File of fsspec with its own position. Some file systems return one shared object to all callers."""
+    """File of fsspec with its own position. Some file systems return one shared object to all callers.
+
+    If it is read from the beginning to the end, the bytes are compared with the bucket's checksum.
+    """
 
     def __init__(self, path: str, file: Any):
         self._path = path
         self._file = file
         self._position = 0
+        # CRC32C of the first bytes. Only Google Cloud Storage reports it for each object.
+        details = getattr(file, 'details', None)
+        self._facts = details if isinstance(details, dict) and details.get('crc32c') else None
+        self._crc = self._num_hashed = 0
 
     def readable(self) -> bool:
         return True
@@ -190,9 +199,28 @@ class _RemoteFile(io.RawIOBase):
             return self._file.read(len(buffer))
 
         content = self._call(read)
+        size = getattr(self._file, 'size', None)
+        if isinstance(size, int) and len(content) < min(len(buffer), size - self._position):
+            raise TransientStorageError(
+                f'{display_path(self._path)}: received {self._position + len(content):,} of {size:,} bytes'
+            )
+        if self._facts and self._position == self._num_hashed:
+            self._hash(content)
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
+
+    def _hash(self, content: bytes) -> None:
+        import google_crc32c  # a dependency of gcsfs
+
+        assert self._facts
+        self._crc = google_crc32c.extend(self._crc, content)
+        self._num_hashed += len(content)
+        expected = int.from_bytes(base64.b64decode(self._facts['crc32c']))
+        if self._num_hashed == self._facts['size'] and self._crc != expected:
+            raise TransientStorageError(
+                f'{display_path(self._path)}: its crc32c differs from that of the received bytes'
+            )
 
     def close(self) -> None:
         if not self.closed:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from maxlm.errors import InputError
@@ -83,10 +84,43 @@ def read_file(url: str) -> bytes:
 
     Raises:
         StorageError: the file cannot be read.
-        TransientStorageError: the bucket does not respond.
+        TransientStorageError: the bucket does not respond, or its checksum differs from that of the received bytes.
     """
     filesystem, path = open_filesystem(url)
-    return translate_errors(url, functools.partial(read_range, filesystem, path, None, None))
+    return translate_errors(url, functools.partial(read_verified, filesystem, path, url))
+
+
+def read_verified(filesystem: Any, path: str, url: str) -> bytes:
+    """Returns the content of a file whose checksum is that of the bucket. Reads it a second time if they differ.
+
+    Raises:
+        TransientStorageError: the checksums differ twice.
+        Exception: the errors of the file system.
+    """
+    for _ in range(2):
+        # Other file systems report no checksum, and some servers answer no requests for metadata.
+        checksum = read_checksum(filesystem, path) if EXTRAS.keys() & set(_protocols(filesystem)) else Checksum('', '')
+        content = read_range(filesystem, path, None, None)
+        if digest([content], checksum.kind) == checksum.value:
+            return content
+    raise TransientStorageError(f'{redact(url)}: its {checksum.kind} differs from that of the received bytes')
+
+
+def digest(parts: Iterable[bytes], kind: str) -> str:
+    """Returns the checksum of the content in parts, in the form of `Checksum.value`."""
+    if not kind:
+        return ''
+    if kind == 'crc32c':
+        import google_crc32c  # a dependency of gcsfs
+
+        crc = google_crc32c.Checksum()
+        for part in parts:
+            crc.update(part)
+        return base64.b64encode(crc.digest()).decode()
+    known = hashlib.new(kind)
+    for part in parts:
+        known.update(part)
+    return known.hexdigest()
 
 
 def read_range(filesystem: Any, path: str, start: int | None, end: int | None) -> bytes:

@@ -76,7 +76,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return file.read()
 
 
-def check_size(path: str | os.PathLike[str], size: int, limit: int) -> None:
+def check_size(path: str | os.PathLike[str], size: int, limit: float) -> None:
     """Raises NotRegularError if the size of a file exceeds `limit`."""
     if size > limit:
         raise NotRegularError(errno.EFBIG, f'has {size:,} bytes, more than the limit of {limit:,}', str(path))

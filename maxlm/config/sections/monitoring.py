@@ -35,7 +35,8 @@ class AlertsConfig:
     # Destinations of alerts in addition to the log (maxlm/telemetry/alerts.py). This one is a file that receives one
     # JSON line per alert; a relative path is relative to the workdir. '' = none, here and below.
     file: str = ''
-    # Shell command, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. It receives the alert as JSON on stdin.
+    # Shell command, e.g. 'mail -s "$MAXLM_ALERT_MESSAGE" me@example.org'. It receives the alert as JSON on stdin. Read
+    # secrets from the environment. The value is hidden in reports, trackers and uploads.
     command: str = ''
     # Name of the environment variable that contains a webhook URL (Slack, Mattermost, Google Chat, Teams). Never the
     # URL itself, which is a secret.

@@ -21,6 +21,7 @@ from maxlm.data.tokenizer.hub import download_tokenizer
 from maxlm.data.tokenizer.model_files import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, read_json_object, token_text
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.storage.check_directory import check_entries
 
 DEFAULT_TEMPLATE = 'chatml'
 # Candidates for the beginning-of-text token if the configuration does not name one.
@@ -105,6 +106,9 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
     # Tokenizers that are made here have no directory.
     path = download_tokenizer(tokenizer.removeprefix('hf:')) if tokenizer.startswith('hf:') else Path(tokenizer)
     directory = path.parent if path.is_file() else None
+    if directory:
+        # Their contents become part of the data set.
+        check_entries(directory, (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE_FILE, TOOL_TEMPLATE_FILE))
     config = read_json_object(directory / TOKENIZER_CONFIG) if directory else {}
     template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
     if not given and template_file.is_file():

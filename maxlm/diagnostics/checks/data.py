@@ -16,12 +16,18 @@ from maxlm.storage.errors import redact
 
 # Number of bytes to read of a shard in a bucket.
 READ_BYTES = 2**23
+# Maximum size of a local data set whose checksums are verified; it is read in about 10 s.
+VERIFIED = 2**34
 # A slower bucket probably delays a GPU: up to 4 bytes per token, read by many processes.
 MIN_BYTES_PER_SECOND = 5e6
 
 
 def check_data(context: CheckContext) -> CheckResult:
-    """Opens the data as training does, with a temporary cache, and reads the beginning of each source."""
+    """Opens the data as training does, with a temporary cache, and reads the beginning of each source.
+
+    Also verifies the checksums of local data sets up to `VERIFIED` bytes.
+    """
+    from maxlm.data.dataset.records import verify
     from maxlm.data.loader.dataset import open_training_data
     from maxlm.data.loader.source import HUB
     from maxlm.storage.object_store import open_filesystem, read_range, translate_errors
@@ -42,6 +48,11 @@ def check_data(context: CheckContext) -> CheckResult:
                     raise InputError(f'{source.dataset.path}: the train split is empty; prepare it with more text')
                 if not source.url:
                     source.windows('train', data)[0]
+                    if (
+                        sum(shard.bytes for split in source.dataset.splits.values() for shard in split.shards)
+                        <= VERIFIED
+                    ):
+                        verify(source.dataset)
                     continue
                 url = source.remote_files(shards[:1])[0].url
                 filesystem, path = open_filesystem(url)
