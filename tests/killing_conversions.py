@@ -28,7 +28,7 @@ for name in ('maxlm.commands.checkpoints', 'maxlm.commands.hf', 'maxlm.commands.
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {
     'merge': (checkpoints.main, ['merge', '--checkpoint=lora', '--output=output']),
     'export': (hf.main, ['export', '--checkpoint=base', '--output=output']),
-    'export-adapter': (hf.main, ['export-adapter', '--checkpoint=lora', '--output=output']),
+    'export-adapter': (hf.main, ['export-adapter', '--checkpoint=lora', '--base=base', '--output=output']),
     'export-gguf': (hf.main, ['export-gguf', '--checkpoint=base', '--output=output']),
     'import': (hf.main, ['import', '--input=exported', '--output=output']),
     'quantize': (quantize.main, ['--checkpoint=base', '--output=output', '--format=int8', '--no-eval']),
@@ -59,6 +59,9 @@ def files() -> dict[str, int]:
     output = Path('output')
     paths = output.rglob('*') if output.is_dir() else [output] if output.exists() else []
     found = {}
+    if output.is_file() and (content := output.read_bytes()).startswith(b'<!doctype html>'):
+        # A report contains the time.
+        return {'output': int(content.rstrip().endswith(b'</html>'))}
     for path in paths:
         # Names and compressed sizes of Orbax's data files, and metadata with times and process ids, differ.
         is_data = path.parent.name == 'd'
