@@ -176,7 +176,8 @@ def _check_free(workdir: Path) -> None:
         # An unreadable lock file belongs to an unknown run.
         pass
     alive = is_alive(holder) if holder else None
-    if alive or (alive is None and age <= STALE_SECONDS):
+    # The clock of the file server may be ahead. `WorkdirLock` then watches for a heartbeat.
+    if alive or (alive is None and 0 <= age <= STALE_SECONDS):
         whose = holder or 'an unknown run'
         raise InputError(
             f'{workdir}: in use by {whose}, which prunes its own checkpoints; prune it after the run has ended'

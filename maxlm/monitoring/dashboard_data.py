@@ -174,7 +174,7 @@ def _reading(history: RunHistory, process: int, now: float) -> Reading:
     line = history.devices[process][-1]
     goodput_log = history.goodput_logs.get(process)
     share = goodput_log.fraction if goodput_log and goodput_log.seconds > 0 else None
-    return Reading(process, line, now - (number(line, 'time') or now), share)
+    return Reading(process, line, max(0.0, now - (number(line, 'time') or now)), share)
 
 
 def _step(history: RunHistory) -> int:
@@ -196,6 +196,9 @@ def _latest_values(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float | No
 
 
 def _seconds(history: RunHistory, until: float | None) -> float | None:
+    if until is not None and (log := history.goodput_logs.get(0)):
+        # Unlike the times of lines, its seconds do not jump with the clock.
+        return log.seconds + max(until - log.attempts[-1].time, 0.0)
     firsts = [number(beats[0], 'began') for beats in history.heartbeats.values()]
     firsts += [number(lines[0], 'time') for lines in (history.events, history.metrics) if lines]
     start_times = [first for first in firsts if first is not None]
@@ -216,7 +219,7 @@ def _seconds_left(
     num_done = lines[-1]['step'] - lines[0]['step']
     if time is None or first is None or num_done <= 0:
         return None
-    return max(num_steps - step, 0) * (time - first) / num_done
+    return max(num_steps - step, 0) * max(time - first, 0.0) / num_done
 
 
 def _dollars(

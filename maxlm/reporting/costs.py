@@ -22,6 +22,8 @@ USES = {
 }
 PAID = tuple(category for category in CATEGORIES if category != 'idle')
 UNKNOWN = 'unknown'
+# Maximum time between two samples of the device statistics.
+MAX_INTERVAL_SECONDS = 24 * 3600.0
 
 
 def cost_rows(runs: Sequence[ReportedRun], several: bool) -> list[list[str]]:
@@ -84,6 +86,7 @@ def _transfer(run: ReportedRun) -> str:
                 continue
             for name in ('sent', 'received'):
                 rate = number(line, f'net_{name}_bytes_per_second')
-                if rate is not None:
+                # After longer intervals, the clock has been set.
+                if rate is not None and 0 <= stop - start <= MAX_INTERVAL_SECONDS:
                     totals[name] = totals.get(name, 0.0) + rate * (stop - start)
     return ', '.join(f'{format_bytes(total)} {name}' for name, total in totals.items()) or UNKNOWN

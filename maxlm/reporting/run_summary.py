@@ -209,6 +209,9 @@ class ReportedRun:
     @cached_property
     def wall_seconds(self) -> float | None:
         """Returns the seconds from the start of the first attempt to the last heartbeat of the run."""
+        if self.goodput_log:
+            # Unlike the times of lines, it does not jump with the clock.
+            return self.goodput_log.seconds
         sign = self.status.last_heartbeat
         return sign - self.start_time if sign is not None and self.start_time else None
 

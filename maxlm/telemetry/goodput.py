@@ -25,6 +25,8 @@ ADDED_LATER = ('rollout',)
 PRODUCTIVE = ('step', 'rollout')
 # `lost`: repeated steps. `idle`: time between two attempts.
 CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
+# A longer time between two attempts is an error of a clock, such as one that began in 1970.
+_MAX_IDLE_SECONDS = 366 * 24 * 3600.0
 # Categories whose time is lost with a step.
 STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
 # Reasons of lines that `compact` keeps in addition to the last line of each attempt.
@@ -57,6 +59,11 @@ class Attempt(NamedTuple):
     seconds: dict[str, float]
     dollars: float | None
     is_closed: bool
+
+    @property
+    def active_seconds(self) -> float:
+        """Seconds of its process."""
+        return sum(self.seconds.values()) - self.seconds['idle']
 
 
 class GoodputLog(NamedTuple):
@@ -184,8 +191,7 @@ def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attem
     """Converts the lines of one attempt. `previous_end` is the time of the last line of the previous attempt."""
     began, last = lines[0]['began'], lines[-1]
     seconds = {name: seconds_of(last, name) for name in ACTIVITIES}
-    # The clocks of two hosts may differ, so the idle time could be negative without a limit.
-    seconds |= {'lost': 0.0, 'idle': max(0.0, began - previous_end)}
+    seconds |= {'lost': 0.0, 'idle': idle_seconds(previous_end, began)}
     return Attempt(
         number=last['life'],
         host=last['host'],
@@ -198,6 +204,12 @@ def _make_attempt(lines: Sequence[dict[str, Any]], previous_end: float) -> Attem
         dollars=last['dollars'],
         is_closed=last['why'] == 'end',
     )
+
+
+def idle_seconds(previous_end: float, began: float) -> float:
+    """Returns the seconds between two attempts; 0 if the clocks of their hosts cannot be right."""
+    seconds = began - previous_end
+    return seconds if 0.0 < seconds < _MAX_IDLE_SECONDS else 0.0
 
 
 def seconds_of(line: dict[str, Any], name: str) -> float:

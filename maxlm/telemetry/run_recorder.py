@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.telemetry import events
 from maxlm.telemetry.cost import HOUR, cost_metrics
 from maxlm.telemetry.events import Events
-from maxlm.telemetry.goodput import attempts_of, compact
+from maxlm.telemetry.goodput import attempts_of, compact, idle_seconds
 from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
@@ -85,9 +86,12 @@ class RunRecorder:
         event_lines = [] if process else _read(workdir / EVENTS_FILE, _last_attempt)
         self.attempt = agree(1 + max(_last_attempt(self._lines), _last_attempt(event_lines)))
         attempts = attempts_of(self._lines)
-        self.previous_seconds = sum(attempt.time - attempt.start_time for attempt in attempts)
+        # Measured by clocks that do not jump, unlike the times of the lines.
+        self.previous_seconds = sum(attempt.active_seconds for attempt in attempts)
         self._previous_dollars = sum(attempt.dollars or 0.0 for attempt in attempts)
-        self._run_start_time = attempts[0].start_time if attempts else timeline.start_time
+        self._idle_seconds = sum(attempt.seconds['idle'] for attempt in attempts)
+        if attempts:
+            self._idle_seconds += idle_seconds(attempts[-1].time, timeline.start_time)
         self._events = None if process else Events(workdir, self.attempt)
         self._writer = JsonlWriter(path)
         if self._lines:
@@ -156,7 +160,6 @@ class RunRecorder:
         """Returns the `cost/…` and `goodput/…` metrics after a step. `num_steps` is None if it is not known yet."""
         seconds = self.timeline.read()
         elapsed = sum(seconds.values())
-        now = self.timeline.start_time + elapsed
         seconds_left = math.nan
         if num_steps is not None and step > self._segment_step:
             seconds_per_step = (self._loop_seconds(seconds) - self._segment_seconds) / (step - self._segment_step)
@@ -168,8 +171,8 @@ class RunRecorder:
                 dollars_per_hour=self._dollars_per_hour or 0.0,
                 seconds_left=seconds_left,
             ),
-            # Take the maximum, because the clock of an earlier host may have been ahead.
-            'goodput/fraction': (self._productive_seconds + seconds['step']) / max(elapsed, now - self._run_start_time),
+            'goodput/fraction': (self._productive_seconds + seconds['step'])
+            / (self.previous_seconds + self._idle_seconds + elapsed),
         }
 
     def __enter__(self) -> RunRecorder:
@@ -252,7 +255,7 @@ class RunRecorder:
         step, saved_step = self._position()
         dollars = self._dollars(elapsed)
         return {
-            'time': round(self.timeline.start_time + elapsed, 3),
+            'time': round(time.time(), 3),
             'life': self.attempt,
             'process': self._process,
             'host': socket.gethostname(),

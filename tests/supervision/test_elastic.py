@@ -143,6 +143,28 @@ def test_hosts_leave_and_join(start, tmp_path):
     assert [host.process.wait(20) for host in hosts] == [EXIT_DONE] * 3
 
 
+@pytest.mark.nightly
+def test_hosts_are_killed_in_odd_order(start):
+    hosts = [start(number) for number in range(3)]
+    wait_for_size(hosts, 3)
+    # Rank 0, and then another host before the loss of rank 0 is detected.
+    lost = rank_0(hosts)
+    lost.kill()
+    hosts.remove(lost)
+    hosts.pop().kill()
+    wait_for_size(hosts, 1)
+    # The last host is killed while two new hosts join it.
+    hosts += [start(3), start(4)]
+    wait(hosts, lambda: 'waiting for hosts' in hosts[1].read() or hosts[1].generation[0])
+    hosts.pop(0).kill()
+    wait_for_size(hosts, 2, since=2)
+    # All hosts at once, and new ones in the same workdir.
+    for host in hosts:
+        host.kill()
+    hosts = [start(number) for number in (5, 6)]
+    wait_for_size(hosts, 2, since=3)
+
+
 def test_hosts_wait_below_the_minimum(start):
     hosts = [start(number, min_hosts=3) for number in range(3)]
     wait_for_size(hosts, 3)

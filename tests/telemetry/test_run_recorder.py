@@ -285,3 +285,33 @@ def test_torn_line_is_skipped_and_reported(tmp_path, messages):
         file.write(json.dumps({'time': 1})[:-1])
     assert RunRecorder(tmp_path, Timeline(), interval_seconds=0.0, num_devices=1).attempt == 2
     assert messages == ['goodput.jsonl: skipped the incomplete last line']
+
+
+def test_a_clock_that_is_set_changes_no_duration(tmp_path, monkeypatch):
+    # Before the first attempt, after its second step, before the second attempt, and during it.
+    offsets = iter([-1.7e9, 0.0, -7200.0, 3.2e8])
+    offset = 0.0
+    real = time.time
+
+    def set_clock():
+        nonlocal offset
+        offset = next(offsets)
+        monkeypatch.setattr(time, 'time', lambda: real() + offset)
+
+    for number in range(2):
+        set_clock()
+        attempt = Attempt(tmp_path, price=90.0)
+        attempt.timeline.start_time = time.time()
+        with attempt.recorder as recorder:
+            attempt.begin(2 * number)
+            attempt.steps(1)
+            set_clock()
+            attempt.steps(1)
+            metrics = recorder.metrics(attempt.step, 10)
+            attempt.save()
+    assert metrics['cost/dollars'] == pytest.approx(4 * 90 / 3600 * 45)
+    assert metrics['goodput/fraction'] == pytest.approx(40 / 45, abs=0.02)
+    log = read_goodput(tmp_path)
+    assert log.seconds == pytest.approx(50, abs=2)
+    assert log.totals['step'] == 40
+    assert log.totals['idle'] < 2

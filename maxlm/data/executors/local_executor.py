@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
@@ -29,6 +30,22 @@ END_SECONDS = 5.0
 def num_cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def blocked_terminal_signals() -> Iterator[None]:
+    """Context whose new processes never receive signals of the terminal, because only their parent handles them.
+
+    They inherit the blocked signals. A signal that is pending at the end of the context is delivered then.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+    try:
+        # The first start of a process would do this, and unblock SIGINT.
+        multiprocessing.resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class InProcess:
@@ -126,14 +143,8 @@ class Processes:
     def _new_worker(self) -> _Worker:
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(target=_work, args=(child_end,), daemon=True)
-        # Only this process handles signals of the terminal, and stops the workers. They stay blocked while a worker
-        # starts, until the worker ignores them. A pending signal is delivered here afterwards.
-        multiprocessing.resource_tracker.ensure_running()  # `start` would do this and unblock SIGINT
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
-        try:
+        with blocked_terminal_signals():
             process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # An open copy would hide the exit of the worker.
         child_end.close()
         return _Worker(process, parent_end)
@@ -154,8 +165,6 @@ class Processes:
 
 
 def _work(connection: Connection) -> None:
-    for number in TERMINAL_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
     os.environ.update(ONE_THREAD)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:

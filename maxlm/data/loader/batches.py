@@ -15,6 +15,7 @@ import numpy as np
 from absl import flags
 
 from maxlm.config.schema import DataConfig
+from maxlm.data.executors.local_executor import blocked_terminal_signals
 from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.mixture import Mixture, StagedMixture
 from maxlm.data.loader.shuffle import ShuffledIndex, feistel_permutation
@@ -192,7 +193,10 @@ def iterate(
         steps = grain.experimental.WithOptionsIterDataset(steps, by_pipe)
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=data.num_workers))
     with contextlib.closing(iter(steps)) as iterator:
-        yield from iterator
+        # The first batch starts the worker processes.
+        with blocked_terminal_signals() if data.num_workers > 0 else contextlib.nullcontext():
+            first = list(itertools.islice(iterator, 1))
+        yield from itertools.chain(first, iterator)
 
 
 def check_same_data(stored: Mapping[str, Any], present: Mapping[str, Any], *, allow_dataset_change: bool) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import multiprocessing
+import os
 import pickle
+import signal
 import time
 
 import numpy as np
@@ -107,6 +110,20 @@ def test_damage_raises_an_error(dataset, workers):
     (dataset.path / 'train-00000.arrayrecord').unlink()
     with pytest.raises(InputError, match=r'train-00000\.arrayrecord'):
         list(iterate(batches, 0, data, 10))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize('number', [signal.SIGHUP, signal.SIGINT])
+def test_signals_of_the_terminal_do_not_reach_workers(dataset, number):
+    data = DataConfig(seq_len=16, num_workers=1)
+    batches = iterate(train_batches(dataset, data, 4), 0, data, 8)
+    with contextlib.closing(batches):
+        next(batches)
+        # The terminal sends them to all processes of its foreground group.
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, number)
+        assert len(list(batches)) == 7
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 @pytest.mark.multiprocess
