@@ -79,13 +79,13 @@ def describe_exception(error: BaseException) -> str:
     """
     try:
         text = _one_line(str(error), 200)
-    except Exception:
+    except (Exception, SystemExit):
         text = ''
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next
     at = f' at {_one_line(last.tb_frame.f_code.co_filename, 500)}:{last.tb_lineno}' if last else ''
-    return f'{_one_line(type(error).__name__, 100)}{f": {text}" if text else ""}{at}'
+    return f'{_one_line(str(type(error).__name__), 100)}{f": {text}" if text else ""}{at}'
 
 
 def _one_line(text: str, length: int) -> str:

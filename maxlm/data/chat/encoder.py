@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxlm.data.chat.escape import special_token_pattern
-from maxlm.data.chat.rendered import ChatError, Rendered, Span
+from maxlm.data.chat.rendered import ChatError, Rendered, Span, TemplateLimitError
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE, ChatTemplate
 from maxlm.data.chat.token_flags import IGNORE_BIT, TokenDocument, encode_flags
 from maxlm.data.documents.conversation import Conversation
@@ -61,6 +61,7 @@ class ChatEncoder:
         """Raises InputError if the template cannot render an answer that ends with a special token."""
         self.tokenizer = tokenizer
         self.template = template
+        self._num_over_limit = 0
         self._special = {token.content: (i, token) for i, token in tokenizer.special_tokens.items()}
         try:
             self.end_of_turn = self._special[template.end_of_turn(tuple(self._special))][0]
@@ -138,7 +139,9 @@ class ChatEncoder:
         (ids,) = self._ids([list(self._cut(rendered, []))])
         return np.concatenate(ids)
 
-    def encode_documents(self, documents: Sequence[Document]) -> list[TokenDocument | ChatError]:
+    def encode_documents(
+        self, documents: Sequence[Document], *, max_over_limit: int = 0
+    ) -> list[TokenDocument | ChatError]:
         """Encodes documents for training.
 
         The loss covers the messages of the assistant in conversations, and all of a text after its prompt. A preference
@@ -147,26 +150,35 @@ class ChatEncoder:
         one token without loss. The result is empty if the answers are equal, an answer is empty, or a text has no
         tokens.
 
+        Args:
+            documents: documents to encode.
+            max_over_limit: number of conversations, in all calls, that may exceed the limits of the template.
+
         Returns:
             For each document its tokens, or the error if the template does not accept it.
 
         Raises:
             InputError: a text cannot be tokenized.
+            TemplateLimitError: more conversations exceed the limits. Each of them takes seconds.
         """
-        found = [self._try(document) for document in documents]
+        found = [self._try(document, max_over_limit) for document in documents]
         ids = iter(self._ids([pieces for parts in found if not isinstance(parts, ChatError) for pieces in parts]))
         return [
             parts if isinstance(parts, ChatError) else self._joined(document, [(part, next(ids)) for part in parts])
             for document, parts in zip(documents, found, strict=True)
         ]
 
-    def _try(self, document: Document) -> list[list[_Piece]] | ChatError:
+    def _try(self, document: Document, max_over_limit: int) -> list[list[_Piece]] | ChatError:
         try:
             if document.preference is not None:
                 return [self._pieces_of(each) for each in document.preference.conversations]
             if document.conversation is not None:
                 return [self._pieces_of(document.conversation)]
         except ChatError as error:
+            if isinstance(error, TemplateLimitError):
+                self._num_over_limit += 1
+                if self._num_over_limit > max_over_limit:
+                    raise TemplateLimitError(f'{document.name}: {error}') from None
             return error
         prompt, learned = document.text[: document.learned_from], document.text[document.learned_from :]
         # Token files have the tokens that their author wrote.

@@ -10,6 +10,10 @@ class ChatError(ValueError):
     """A template cannot render a conversation. The message is one line."""
 
 
+class TemplateLimitError(ChatError):
+    """Rendering a conversation exceeds a limit of time, memory or output."""
+
+
 class Span(NamedTuple):
     """Characters [start, stop) of a rendered conversation."""
 

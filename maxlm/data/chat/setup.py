@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.rendered import TemplateLimitError
 from maxlm.data.chat.template import (
     CHAT_TEMPLATE_FILE,
     TOOL_TEMPLATE_FILE,
@@ -64,9 +65,9 @@ class ChatRecipe:
         try:
             ChatEncoder(tokenizer, template)
         except InputError as error:
-            raise InputError(
-                f'--chat-template={self.name}: {error}; list other special tokens than <|…|> with --special-tokens'
-            ) from error
+            is_limit = isinstance(error.__cause__, TemplateLimitError)
+            remedy = 'fix it' if is_limit else 'list other special tokens than <|…|> with --special-tokens'
+            raise InputError(f'--chat-template={self.name}: {error}; {remedy}') from error
         return tokenizer
 
     def template_for(self, tokenizer: Tokenizer) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxlm.data.chat.jinja import JinjaTemplate, TemplateFacts
-from maxlm.data.chat.rendered import ChatError, Rendered, Span
+from maxlm.data.chat.rendered import ChatError, Rendered, Span, TemplateLimitError
 from maxlm.data.documents.messages import Message
 from maxlm.errors import InputError
 from maxlm.sandbox.limited_process import LimitError, ProcessLimits, limited_process
@@ -20,6 +20,9 @@ from maxlm.storage.json_text import parse_json
 
 # Number of compiled templates in the cache.
 _KEPT = 8
+# Limits of short and of long requests. They have different processes, so that a long request delays no short one.
+_SHORT, _LONG = ProcessLimits(cpu_seconds=5.0), ProcessLimits(cpu_seconds=20.0)
+_MAX_SHORT_BYTES = 128 << 10
 
 
 class RemoteTemplate:
@@ -53,15 +56,16 @@ class RemoteTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatError(f'cannot render a message: {error}') from None
         try:
-            return parse_json(limited_process(f'{__name__}:answer', self._limits).ask(data))
+            limits = self._limits or (_SHORT if len(data) <= _MAX_SHORT_BYTES else _LONG)
+            return parse_json(limited_process(f'{__name__}:answer', limits).ask(data))
         except InputError as error:
             raise ChatError(str(error)) from None
         except (LimitError, ValueError) as error:
-            raise ChatError(f'the chat template {error}') from None
+            raise TemplateLimitError(f'the chat template {error}') from None
 
 
 def answer(request: bytes) -> bytes:
-    """Returns the result of a request. Raises InputError if the template does."""
+    """Returns the result of a request. Raises InputError if the template fails, and MemoryError."""
     source, method, *arguments = json.loads(request)
     try:
         template = _compiled(source)
@@ -73,6 +77,8 @@ def answer(request: bytes) -> bytes:
             messages, options = arguments
             result = getattr(template, method)(messages, **options)
     except ChatError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
         raise InputError(str(error)) from None
     return json.dumps(result).encode()
 

@@ -22,6 +22,11 @@ from maxlm.storage.filesystem import display_path
 BATCH_ROWS = 128
 # Memory limit of these rows. A dictionary page of D bytes can give each row a text of almost D bytes.
 BATCH_BYTES = 2**28
+# Maximum size of the decoded rows of a file, relative to the size of the file. A dictionary and the run length of its
+# indices can describe terabytes of text in a kilobyte. Smaller results are always allowed.
+MAX_EXPANSION, MIN_LIMIT_BYTES = 2000, 2**28
+# Decoded size of a row without text.
+ROW_BYTES = 256
 # Read buffer size. Without a buffer, PyArrow first reads the entire row group.
 BUFFER_BYTES = 2**20
 
@@ -73,6 +78,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             if fault := _column_fault(parquet.schema_arrow, options):
                 on_bad(file.name, f'{path}: {fault}')
                 return
+            limit = _SizeLimit(file)
             chunks = functools.cache(lambda: column_chunks(content))
             row = sum(parquet.metadata.row_group(i).num_rows for i in range(min(start, parquet.num_row_groups)))
             for group in range(start, min(stop, parquet.num_row_groups)):
@@ -80,7 +86,7 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                 row += parquet.metadata.row_group(group).num_rows
                 try:
                     rows = _batch_rows(content, parquet, group, chunks, file.path, options)
-                    yield from _read_group(parquet, group, rows, first_row, file, options, on_bad)
+                    yield from _read_group(parquet, group, rows, first_row, file, options, on_bad, limit)
                 except (pyarrow.ArrowException, OSError) as error:
                     on_bad(
                         f'{file.name}:{first_row}',
@@ -94,6 +100,23 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
                     )
     except StorageError as error:
         on_bad(file.name, str(error))
+
+
+class _SizeLimit:
+    """Limit of the decoded size of a file."""
+
+    def __init__(self, file: InputFile):
+        self._left = self._limit = max(MIN_LIMIT_BYTES, MAX_EXPANSION * file.size)
+        self._size = file.size
+
+    def add(self, size: int) -> None:
+        """Raises ValueError if more than the limit was decoded."""
+        self._left -= size
+        if self._left < 0:
+            raise ValueError(
+                f'the file of {self._size:,} bytes contains more than {self._limit:,} bytes of text, the limit; '
+                f'rewrite it without repeated rows, or remove it'
+            )
 
 
 def _batch_rows(
@@ -130,10 +153,12 @@ def _read_group(
     file: InputFile,
     options: ReadOptions,
     on_bad: OnBad,
+    limit: _SizeLimit,
 ) -> Iterator[Document]:
     columns = record_fields(parquet.schema_arrow.names, options)
     for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=columns):
         arrays = {key: batch.column(key) for key in columns}
+        limit.add(batch.nbytes + ROW_BYTES * batch.num_rows)
         for i in range(batch.num_rows):
             # Convert values one at a time, so that only values that are not UTF-8 are rejected.
             try:
@@ -142,6 +167,8 @@ def _read_group(
                 place = f'byte {error.start} of a text is not UTF-8'
                 on_bad(f'{file.name}:{row + i}', f'{display_path(file.path)}: row {row + i}: {place}')
                 continue
+            # A batch contains a text of a dictionary once.
+            limit.add(sum(len(values[key] or '') for key, array in arrays.items() if hasattr(array, 'dictionary')))
             yield from row_document(file, str(row + i), values, options, on_bad)
         row += batch.num_rows
 

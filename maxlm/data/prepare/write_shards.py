@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
+from maxlm.data.chat.rendered import ChatError, TemplateLimitError
 from maxlm.data.chat.token_flags import TokenDocument
 from maxlm.data.dataset.records import FORMAT_VERSION, Shard
 from maxlm.data.documents.document import Document, encode_each, raise_bad
@@ -29,9 +30,10 @@ from maxlm.errors import InputError
 
 if TYPE_CHECKING:
     from maxlm.data.chat.encoder import ChatEncoder
-    from maxlm.data.chat.template import ChatError
 
 SPLITS = ('train', 'validation')
+# Number of conversations that a process may skip because rendering them exceeds a limit. Each takes seconds.
+MAX_OVER_LIMIT = 3
 
 
 @dataclasses.dataclass
@@ -193,8 +195,14 @@ class WriteShards(PartitionTask):
             encode = functools.partial(_encode_texts, tokenizer, infill=self.infill)
         else:
             encoder = _load_encoder(self.output, self.tokenizer_sha256, self.chat.template_sha256)
-            encode = encoder.encode_documents
-        for document, encoded in zip(documents, encode_each(encode, documents), strict=True):
+            most = MAX_OVER_LIMIT if self.reading.skip_bad else 0
+            encode = functools.partial(encoder.encode_documents, max_over_limit=most)
+        try:
+            results = encode_each(encode, documents)
+        except TemplateLimitError as error:
+            found = f'in {MAX_OVER_LIMIT + 1} conversations, the last is ' if self.reading.skip_bad else ''
+            raise InputError(f'{found}{error}; use another chat template, or remove the conversation') from None
+        for document, encoded in zip(documents, results, strict=True):
             if isinstance(encoded, TokenDocument):
                 yield document, encoded
             elif self.reading.skip_bad:

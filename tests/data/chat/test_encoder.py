@@ -7,13 +7,14 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.chat.jinja import ChatError
+from maxlm.data.chat.rendered import ChatError, TemplateLimitError
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.chat.token_flags import is_document_start, is_target, token_ids
 from maxlm.data.documents.conversation import Conversation, parse_conversation
 from maxlm.data.documents.document import Document
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
 from maxlm.errors import InputError
+from maxlm.sandbox.limited_process import ProcessLimits
 from tests.data.chat.test_template import FORGETFUL, MISTRAL, PLAIN_CHATML, TURNS, assistant, user
 
 TOKENS = ('<|im_start|>', '<|im_end|>')
@@ -161,6 +162,27 @@ def test_all_tokens_of_texts_between_conversations_are_targets(tokenizer):
     np.testing.assert_array_equal(second.tokens, encoded(chat, TURNS).tokens)
     assert token_ids(third.tokens).tolist() == [7, 8, tokenizer.end_of_document]
     assert chat.encode_documents([]) == []
+
+
+LOOPS = '{% for a in range(99999) %}' * 2 + '{% endfor %}' * 2
+# Outputs for some conversations: loops without an end, and texts beyond the limits of memory and output.
+SLOW = {'time': LOOPS, 'memory': "{{ 'a' * 9000000000 }}", 'output': "{{ 'a' * 900000 }}"}
+
+
+@pytest.mark.parametrize('name', SLOW)
+def test_a_template_that_exceeds_its_limits_ends_the_encoding(tokenizer, name):
+    limits = ProcessLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 << 19)
+    source = f"{{% if 'now' in messages[0].content %}}{SLOW[name]}{{% endif %}}{PLAIN_CHATML}"
+    chat = ChatEncoder(tokenizer, ChatTemplate(source, name='test', limits=limits))
+    slow, good = document([user('now'), assistant('a')]), document(TURNS)
+    # The conversations after the first slow one are not rendered.
+    with pytest.raises(TemplateLimitError, match=r'^x: the chat template '):
+        chat.encode_documents([good] + [slow] * 1000)
+    chat = ChatEncoder(tokenizer, ChatTemplate(source, name='test', limits=limits))
+    found = chat.encode_documents([slow, good], max_over_limit=2) + chat.encode_documents([slow], max_over_limit=2)
+    assert [type(result).__name__ for result in found] == ['TemplateLimitError', 'TokenDocument', 'TemplateLimitError']
+    with pytest.raises(TemplateLimitError):
+        chat.encode_documents([slow] * 1000, max_over_limit=2)
 
 
 def test_template_errors_are_reported(tokenizer):

@@ -1,9 +1,11 @@
 """Tests that endless loops, unbounded memory and deep nesting in untrusted templates are one-line errors."""
 
 import os
+import types
 
 import pytest
 
+from maxlm.data.chat import template_process
 from maxlm.data.chat.jinja import ChatError, JinjaTemplate
 from maxlm.data.chat.template import CHATML, ChatTemplate, set_variables
 from maxlm.data.chat.template_process import RemoteTemplate
@@ -14,7 +16,7 @@ LIMITS = ProcessLimits(cpu_seconds=0.1, memory_bytes=200 << 20, output_bytes=1 <
 MESSAGES = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
 LOOPS = '{% for a in range(99999) %}' * 3 + '{% endfor %}' * 3
 DOUBLED = '{% set n = namespace(a=VALUE) %}{% for i in range(99999) %}{% set n.a = n.a OP n.a %}{% endfor %}'
-TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'out of memory', 'nested too deeply', 'outputs 29999'
+TIME, MEMORY, DEPTH, OUTPUT = 'CPU time', 'MiB of memory', 'nested too deeply', 'outputs 29999'
 BOMBS = {
     'loops': (LOOPS, TIME),
     'calls': ('{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(60) }}', TIME),
@@ -62,6 +64,19 @@ def test_a_slow_conversation_does_not_affect_others():
         with pytest.raises(ChatError, match=r'more than 0\.1 s of CPU time'):
             template.render([{'role': 'user', 'content': 'go'}])
         assert template.render(MESSAGES).text == 'a'
+
+
+def test_a_long_conversation_does_not_delay_short_ones(monkeypatch):
+    asked = []
+    process = types.SimpleNamespace(ask=lambda data: asked.append(len(data)) or b'["", [], {}]')
+    monkeypatch.setattr(
+        template_process, 'limited_process', lambda name, limits: asked.append(limits.cpu_seconds) or process
+    )
+    template = object.__new__(RemoteTemplate)
+    template._source, template._limits = '', None
+    for length in (1, 200_000):
+        template.render([{'role': 'user', 'content': 'a' * length}])
+    assert asked[::2] == [5.0, 20.0]
 
 
 def test_the_limits_scale_with_the_conversation():

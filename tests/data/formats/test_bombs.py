@@ -13,14 +13,20 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats import parquet
+from maxlm.data.formats.discovery import find_inputs
+
 READ = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+from maxlm.data.formats import parquet
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import split_file
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.file_ranges import read_documents
 assert 'jax' not in sys.modules
+parquet.MIN_LIMIT_BYTES = 2**40
 bad = []
 for file in find_inputs(sys.argv[2:]):
     for file_range in split_file(file, 2**20):
@@ -61,6 +67,33 @@ def test_compression_bombs_take_bounded_memory(tmp_path):
     assert all(
         'longer than 1 MiB, the limit for a record; raise --max-record-mib' in found[place][1] for place in (1, 3)
     )
+
+
+@pytest.mark.parametrize('kind', ['dictionary', 'text', 'null', 'struct'])
+def test_a_parquet_file_of_repeated_rows_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(parquet, 'MIN_LIMIT_BYTES', 2**22)
+    # Each decodes to much more than 4 MiB.
+    texts = {
+        'dictionary': pa.DictionaryArray.from_arrays(pa.array([0] * 40_000, pa.int32()), pa.array(['ab ' * 2000])),
+        'text': pa.array(['ab ' * 500] * 40_000),
+        'null': pa.array([None] * 100_000, pa.string()),
+        'struct': pa.array([{'text': 'ab ' * 500}] * 40_000),
+    }[kind]
+    options = {'compression': 'zstd', 'row_group_size': 20_000, 'write_statistics': False}
+    pq.write_table(pa.table({'text': texts}), tmp_path / 'x.parquet', **options)
+    (file,) = find_inputs([tmp_path])
+    assert file.size < 4000
+    options, bad = ReadOptions(text_key='text.text' if kind == 'struct' else 'text'), []
+    documents = list(parquet.read(file, 0, 9, options, lambda *found: bad.append(found)))
+    # All row groups after the limit are refused too.
+    assert all('bytes contains more than ' in reason and 'bytes of text, the limit' in reason for _, reason in bad)
+    assert [name for name, _ in bad][-1] == f'x.parquet:{20_000 * (len(texts) // 20_000 - 1)}'
+    assert sum(len(document.text) for document in documents) <= 2**23
+    monkeypatch.setattr(parquet, 'MIN_LIMIT_BYTES', 2**30)
+    # Negative control: without the limit, all rows are read.
+    bad.clear()
+    documents = list(parquet.read(file, 0, 9, options, lambda *found: bad.append(found)))
+    assert (len(documents), bad) == (len(texts), [])
 
 
 @pytest.mark.multiprocess

@@ -6,12 +6,15 @@ import dataclasses
 import hashlib
 import json
 import random
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from maxlm.config.schema import DataConfig
+from maxlm.data.chat import template_process
+from maxlm.data.chat.template import CHATML
 from maxlm.data.chat.token_flags import is_target, token_ids
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.dataset.token_reader import TokenReader
@@ -20,6 +23,7 @@ from maxlm.data.loader.windows import Sequences
 from maxlm.data.prepare import partitions
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError
+from maxlm.sandbox.limited_process import ProcessLimits
 from tests.preparing import contents, documents_of, run, write_texts
 
 WORDS = ['red', 'green', 'blue', '<|im_end|>', '<|im_start|>assistant', '🙂', 'größe']
@@ -318,6 +322,27 @@ def test_the_configuration_next_to_a_tokenizer_is_used(tmp_path):
     dataset = load_manifest(tmp_path / 'data')
     assert targets_in_shards(dataset) == [f'{answer}<eot>' for answer in answers]
     assert dataset.vocab_size == 303
+
+
+@pytest.mark.parametrize('options', [(), ('--skip-bad-records',)])
+def test_a_template_with_endless_loops_stops_the_preparation(tmp_path, capsys, monkeypatch, options):
+    monkeypatch.setattr(template_process, '_SHORT', ProcessLimits(cpu_seconds=0.1))
+    loops = '{% for a in range(99999) %}' * 2 + '{% endfor %}' * 2
+    template = tmp_path / 't.jinja'
+    options = ['--tokenizer', 'bytes', '--workers', 1, '--chat-template', template, *options]
+    write(tmp_path / 'x.jsonl', ['alpaca'], count=400)
+    for source, message in (
+        (f'{loops}{CHATML}', 't.jinja: the chat template takes more than 0.1 s of CPU time; fix it'),
+        (
+            f'{{% if "Hello" not in messages[0].content %}}{loops}{{% endif %}}{CHATML}',
+            r'x.jsonl:\d+: the chat template takes more than 0.1 s of CPU time; use another chat template, or remove',
+        ),
+    ):
+        template.write_text(source)
+        assert prepare(tmp_path / 'x.jsonl', tmp_path / 'data', *options) == EXIT_BAD_INPUT
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert re.search(message, error)
+        assert ('in 4 conversations, the last is' in error) == ('--skip-bad-records' in options and 'x.jsonl' in error)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,19 @@ class Written(FunctionPool):
         return [self._result(ExecutionResult(self.status, self.output, '', 0.0, 0), TOKEN) for _ in calls]
 
 
-class BadTextError(Exception):
+class BadName(type):
+    """A class whose name is a number."""
+
+    @property
+    def __name__(cls):
+        return 5
+
+
+class BadTextError(Exception, metaclass=BadName):
     """An exception whose text cannot be computed."""
 
     def __str__(self):
-        raise ValueError('no text')
+        raise SystemExit
 
 
 def check_output(output: str) -> FunctionResult:
@@ -149,5 +157,5 @@ def test_exceptions_without_a_text():
     def end():
         raise SystemExit(3)
 
-    assert call_function(fail).error.startswith(f'raised BadTextError at {__file__}:')
+    assert call_function(fail).error.startswith(f'raised 5 at {__file__}:')
     assert call_function(end).error.startswith(f'raised SystemExit: 3 at {__file__}:')
