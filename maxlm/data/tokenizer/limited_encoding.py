@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -30,18 +32,29 @@ _KEPT = 4
 _HEAD = struct.Struct('32s?')
 _LOAD, _ENCODE, _UNKNOWN = b'L', b'E', b'?'
 
-_is_limited = contextvars.ContextVar('is_limited', default=False)
+# Maximum number of seconds for all texts of one block of `limit_encoding`.
+_MAX_SECONDS = 30.0
+
+
+@dataclasses.dataclass
+class _Budget:
+    """Time that a block of `limit_encoding` has spent, in seconds."""
+
+    seconds: float = 0.0
+
+
+_budget: contextvars.ContextVar[_Budget | None] = contextvars.ContextVar('budget', default=None)
 _libraries: dict[bytes, tokenizers.Tokenizer] = {}
 
 
 @contextlib.contextmanager
 def limit_encoding() -> Iterator[None]:
-    """Makes this thread encode long texts in a process with limits."""
-    token = _is_limited.set(True)
+    """Makes this thread encode long texts in a process with limits, and limits the total time of all texts."""
+    token = _budget.set(_Budget())
     try:
         yield
     finally:
-        _is_limited.reset(token)
+        _budget.reset(token)
 
 
 def encode_long(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
@@ -50,8 +63,20 @@ def encode_long(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.
     Raises:
         InputError: a text has no ids, or takes too much time or memory.
     """
-    if not _is_limited.get() or sum(map(len, texts)) <= _SHORT_CHARACTERS:
+    budget = _budget.get()
+    if budget is None:
         return encode_batch(library, texts)
+    if budget.seconds > _MAX_SECONDS:
+        raise InputError(f'the tokenization of the texts takes more than {_MAX_SECONDS:g} s; use shorter texts')
+    start = time.monotonic()
+    try:
+        is_short = sum(map(len, texts)) <= _SHORT_CHARACTERS
+        return encode_batch(library, texts) if is_short else _encode_in_process(library, texts)
+    finally:
+        budget.seconds += time.monotonic() - start
+
+
+def _encode_in_process(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     process = limited_process(f'{__name__}:answer', _LIMITS)
     content, digest = _serialized(library)
     request = _ENCODE + _HEAD.pack(digest, library.encode_special_tokens) + json.dumps(list(texts)).encode()

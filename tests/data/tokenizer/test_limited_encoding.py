@@ -63,6 +63,19 @@ def test_a_text_that_takes_too_long_is_an_error(monkeypatch):
         assert len(tokenizer.encode_batch(['1 ' * 10_000])[0]) == 20_000
 
 
+def test_many_short_texts_have_a_limit_in_total(monkeypatch):
+    tokenizer = load(tokenizer_file(**ACCEPTED['digits from the right, as a separator']))
+    monkeypatch.setattr(limited_encoding, '_MAX_SECONDS', 0.0)
+    with limit_encoding():
+        assert len(tokenizer.encode_batch(['1' * 1000])[0]) == 1000
+        with pytest.raises(InputError, match='the tokenization of the texts takes more than 0 s; use shorter texts'):
+            tokenizer.encode_batch(['1'])
+    # Each request has its own limit, and there is none outside of requests.
+    for block in (limit_encoding(), contextlib.nullcontext()):
+        with block:
+            assert len(tokenizer.encode_batch(['1'])[0]) == 1
+
+
 def test_errors_of_texts_reach_the_caller():
     tokenizer = load(tokenizer_file())
     with limit_encoding(), pytest.raises(InputError, match='not valid UTF-8 at character 20000'):
@@ -72,4 +85,4 @@ def test_errors_of_texts_reach_the_caller():
 def test_the_limit_ends_with_the_block():
     with contextlib.suppress(KeyError), limit_encoding():
         raise KeyError
-    assert not limited_encoding._is_limited.get()
+    assert limited_encoding._budget.get() is None

@@ -69,6 +69,14 @@ def _precompiled(step: Mapping[str, Any]) -> float:
     return float(max(1, *map(len, content[4 + size :].split(b'\0'))))
 
 
+def _strip(step: Mapping[str, Any]) -> float:
+    start, stop = (value if isinstance(value, int) else 0 for value in (step.get('start'), step.get('stop')))
+    # The library panics on tokens that are shorter than both parts.
+    if stop > 1 or (start and stop):
+        raise InputError(f'Strip with start={start} and stop={stop} fails for short tokens; use another tokenizer')
+    return 1.0
+
+
 _Factor = Callable[[Mapping[str, Any]], float]
 _NORMALIZERS: dict[str, float | _Factor] = {
     'BertNormalizer': 8.0,
@@ -108,7 +116,7 @@ _DECODERS: dict[str, float | _Factor] = {
     'Fuse': 1.0,
     'Metaspace': 1.0,
     'Replace': _replace,
-    'Strip': 1.0,
+    'Strip': _strip,
     'WordPiece': 2.0,
 }
 _PARTS: dict[str, tuple[str, Mapping[str, float | _Factor], int]] = {

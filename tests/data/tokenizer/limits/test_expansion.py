@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 from tokenizers import normalizers
 
 from maxlm.data.tokenizer.limits import expansion
@@ -12,6 +13,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.tokenizer_files import files_for_import
 from tests.data.tokenizer.hostile_files import (
     ACCEPTED,
+    CHARACTERS,
     REJECTED,
     A,
     X,
@@ -99,6 +101,29 @@ def test_many_ids_before_a_text_are_an_error(tmp_path):
 
 
 def test_a_decoder_that_panics_is_an_error():
-    tokenizer = load(tokenizer_file(decoder=decoders({'type': 'Strip', 'content': 'a', 'start': 9, 'stop': 9})))
-    with pytest.raises(InputError, match='the tokenizer cannot decode ids'):
-        tokenizer.decode(tokenizer.encode_batch(['aab'])[0])
+    class PanicException(BaseException):
+        pass
+
+    class Library:
+        def decode(self, ids, *, skip_special_tokens):
+            raise PanicException('index out of bounds')
+
+    tokenizer = load(tokenizer_file())
+    tokenizer._library = Library()
+    with pytest.raises(InputError, match='the tokenizer cannot decode ids: the tokenizers library panicked: index out'):
+        tokenizer.decode([1])
+
+
+@pytest.mark.parametrize(('start', 'stop', 'is_rejected'), [(1, 0, False), (9, 0, False), (0, 1, False), (0, 2, True)])
+def test_decoders_that_strip_more_than_a_token(start, stop, is_rejected):
+    facts = tokenizer_file(decoder=decoders({'type': 'Strip', 'content': 'a', 'start': start, 'stop': stop}))
+    if is_rejected:
+        with pytest.raises(InputError, match=f'decoder: Strip with start={start} and stop={stop} fails'):
+            load(facts)
+        # The check is not too strict.
+        with pytest.raises(BaseException, match='index out of bounds'):
+            tokenizers.Tokenizer.from_str(json.dumps(facts)).decode([CHARACTERS.index('a')])
+        return
+    tokenizer = load(facts)
+    for text in ('a', 'aa', 'b', 'aabaa'):
+        tokenizer.decode(tokenizer.encode_batch([text])[0])
