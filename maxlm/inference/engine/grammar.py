@@ -31,7 +31,7 @@ _MIB = 1 << 20
 # Limits of one grammar. The worker has a lower limit of CPU time for a mask.
 LIMITS = ProcessLimits(
     cpu_seconds=5.0,
-    memory_bytes=384 * _MIB,
+    memory_bytes=256 * _MIB,
     memory_per_byte=64,
     output_bytes=8 * _MIB,
     output_per_byte=0,
