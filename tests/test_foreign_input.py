@@ -18,7 +18,7 @@ OWN_MESSAGES = {
     'data/tokenizer/extension.py': 'tokenizers in memory',
     'data/tokenizer/special_pieces.py': 'a tokenizer in memory',
     'diagnostics/jax_subprocess.py': 'output of a child process that runs our own program',
-    'sandbox/limited_process.py': 'command line of a limited process',
+    'sandbox/process/server.py': 'command line of a limited process',
     'sandbox/program/rpc_protocol.py': 'pipe to the supervisor of a sandbox',
     'sandbox/monitor.py': 'pipe from the supervisor of a sandbox',
     'sandbox/fork.py': 'pipe between processes of a sandbox',

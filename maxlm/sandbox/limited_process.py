@@ -11,44 +11,49 @@ such a process, and the next request starts another one. Untrusted programs need
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import importlib
 import json
 import os
-import resource
+import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import maxlm
 from maxlm.errors import InputError
-
-# Header of a message: its kind and its length.
-HEADER = struct.Struct('>cQ')
-# No site packages, no user directory and no directory of a script. The environment is given.
-_PYTHON = (sys.executable, '-s', '-S', '-P', '-B', '-c')
-_BOOTSTRAP = (
-    'import importlib, json, socket, sys; module, name, descriptor, path, *arguments = sys.argv[1:]; '
-    'sys.path[:0] = json.loads(path); '
-    'getattr(importlib.import_module(module), name)(socket.socket(fileno=int(descriptor)), *arguments)'
+from maxlm.sandbox.process.interpreter import (
+    END,
+    FAILED,
+    FORK,
+    HEADER,
+    NO_MEMORY,
+    REFUSED,
+    REQUEST,
+    RESULT,
+    TOO_LONG,
+    kill,
+    receive,
+    send,
+    start_interpreter,
 )
-_MAX_CHUNK_BYTES = 1 << 20
-# Kinds of messages.
-_REQUEST, _RESULT, _REFUSED, _FAILED, _NO_MEMORY, _TOO_LONG = b'Q', b'R', b'I', b'F', b'M', b'L'
+
+_SERVER = 'maxlm.sandbox.process.server:serve'
 # One thread, so that a process uses one core at most. PYTHONHASHSEED is not set, so that nobody knows the hashes.
 _ENVIRONMENT = {'LANG': 'C.UTF-8', 'RAYON_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
 _MIB = 1 << 20
 # Time for a process that closed its socket to exit.
 _EXIT_SECONDS = 1.0
 _START_SECONDS = 60.0
+# Interval between two checks for a cancelled request.
+_POLL_SECONDS = 0.1
 
 
 class ProcessLimits(NamedTuple):
@@ -96,8 +101,34 @@ class ProcessFailedError(LimitError):
     """The function raised an exception other than InputError, or its process crashed."""
 
 
+class RequestCancelledError(LimitError):
+    """The caller of a request does not need its result any more."""
+
+
+class _Running:
+    """A running process, if any: the socket, and a function that waits for its end, kills it and returns its code."""
+
+    def __init__(
+        self, connection: socket.socket | None = None, end_process: Callable[[float], int | None] = lambda seconds: None
+    ):
+        self.connection, self.end_process = connection, end_process
+        self._owner = os.getpid()
+
+    def end(self, seconds: float = 0.0) -> int | None:
+        """Closes the socket, waits for the end of the process, kills it and returns its exit code."""
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return None
+        connection.close()
+        # A forked copy must not kill the process.
+        return self.end_process(seconds) if self._owner == os.getpid() else None
+
+
 class LimitedProcess:
-    """Handle of a process that starts at the first request, and again after it was killed. Thread-safe."""
+    """Handle of a process that starts at the first request, and again after it was killed.
+
+    `ask` is thread-safe. One thread at a time may use `send` and `result` instead.
+    """
 
     def __init__(self, function: str, limits: ProcessLimits | None = None, *, nice: int = 0):
         """Initializes the handle.
@@ -107,55 +138,136 @@ class LimitedProcess:
             limits: limits of one request; None = the default.
             nice: niceness of the process.
         """
-        self._function, self._limits, self._nice = function, limits or ProcessLimits(), nice
-        self._owner = os.getpid()
+        self._settings = json.dumps([function, (limits or ProcessLimits())._asdict(), nice])
+        self._limits = limits or ProcessLimits()
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        atexit.register(self.close)
+        self._is_fork = False
+        self._request_bytes = 0
+        self._running = _Running()
+        weakref.finalize(self, self._running.end)
 
-    def ask(self, request: bytes) -> bytes:
+    @property
+    def is_running(self) -> bool:
+        """True if the process has started and has not been killed."""
+        return self._running.connection is not None
+
+    def ask(self, request: bytes, is_cancelled: Callable[[], bool] | None = None) -> bytes:
         """Returns the result of a request.
+
+        Args:
+            request: argument of the function.
+            is_cancelled: called several times per second. If it returns True, the process is killed.
 
         Raises:
             InputError: the function raised it.
             LimitError: the request exceeded a limit, see its subclasses.
         """
         with self._lock:
-            connection = self._connection or self._start()
-            try:
-                connection.settimeout(self._limits.timeout)
-                send(connection, _REQUEST, request)
-                kind, data = receive(connection)
-            except TimeoutError:
-                self.close()
-                raise TimeLimitError(f'takes more than {self._limits.timeout:g} s') from None
-            except (OSError, EOFError):
-                raise self._reason(len(request)) from None
-            except BaseException:
-                # The response would be read as the response to the next request.
-                self.close()
-                raise
-        if kind != _RESULT:
-            raise self._error(kind, data.decode(errors='replace'), len(request))
+            self.send(request)
+            return self.result(is_cancelled)
+
+    def send(self, request: bytes) -> None:
+        """Sends a request, whose result `result` returns. Raises LimitError."""
+        connection = self._running.connection or self._start()
+        self._request_bytes = len(request)
+        with self._checked():
+            connection.settimeout(self._limits.timeout)
+            send(connection, REQUEST, request)
+
+    def result(self, is_cancelled: Callable[[], bool] | None = None) -> bytes:
+        """Waits for the result of the earliest request without one. Raises as `ask`."""
+        with self._checked():
+            deadline = time.monotonic() + self._limits.timeout
+            while is_cancelled is not None and not self.has_result(_POLL_SECONDS):
+                if is_cancelled():
+                    raise RequestCancelledError
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            kind, data = receive(self._connection)
+        if kind != RESULT:
+            raise self._error(kind, data.decode(errors='replace'))
         return data
+
+    def has_result(self, seconds: float = 0.0) -> bool:
+        """Waits up to `seconds` for a result, and returns True if there is one or if the process has ended."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the socket, which is readable if there is a result."""
+        return self._connection.fileno()
+
+    def fork(self) -> LimitedProcess:
+        """Returns the handle of a copy of the process with its current state. It does not start again if it is killed.
+
+        Raises:
+            LimitError: the process cannot be copied.
+        """
+        fork = LimitedProcess.__new__(LimitedProcess)
+        fork._settings, fork._limits, fork._lock, fork._is_fork = self._settings, self._limits, threading.Lock(), True
+        fork._request_bytes = 0
+        connection, other = socket.socketpair()
+        with self._lock, other:
+            try:
+                ours = self._running.connection or self._start()
+                with self._checked():
+                    ours.settimeout(self._limits.timeout)
+                    socket.send_fds(ours, [HEADER.pack(FORK, 0)], [other.fileno()])
+                    kind, data = receive(ours)
+                if kind != RESULT:
+                    raise self._error(kind, data.decode(errors='replace'))
+            except BaseException:
+                connection.close()
+                raise
+        fork._running = _Running(connection, functools.partial(self._end_fork, data))
+        # Without its socket, an idle fork ends by itself. This may run in any thread, so it must not wait.
+        weakref.finalize(fork, connection.close)
+        return fork
 
     def close(self) -> None:
         """Kills the process."""
-        process, connection, self._process, self._connection = self._process, self._connection, None, None
-        if connection is not None:
-            connection.close()
-        # A forked copy must not kill the process.
-        if process is not None and self._owner == os.getpid():
-            kill(process)
+        self._running.end()
+
+    @property
+    def _connection(self) -> socket.socket:
+        connection = self._running.connection
+        if connection is None:
+            raise ProcessFailedError('has no process')
+        return connection
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Kills the process after a failed exchange and raises the reason."""
+        try:
+            yield
+        except TimeoutError:
+            self.close()
+            raise TimeLimitError(f'takes more than {self._limits.timeout:g} s') from None
+        except (OSError, EOFError):
+            code = self._running.end(_EXIT_SECONDS)
+            if code == -signal.SIGPROF:
+                raise TimeLimitError(f'takes more than {self._limits.cpu_seconds:g} s of CPU time') from None
+            # Libraries in Rust and C++ abort if they cannot allocate memory.
+            kind = NO_MEMORY if code == -signal.SIGABRT else FAILED
+            raise self._error(kind, f'ends its process with exit code {code}') from None
+        except BaseException:
+            # The response would be read as the response to the next request.
+            self.close()
+            raise
 
     def _start(self) -> socket.socket:
-        settings = json.dumps([self._function, self._limits, self._nice])
+        if self._is_fork:
+            raise ProcessFailedError('has no process')
         path = [str(Path(maxlm.__file__).parents[1]), *(os.path.abspath(folder) for folder in sys.path if folder)]
-        self._process, connection = start_interpreter(
-            f'{__name__}:serve', settings, path=path, environment=_ENVIRONMENT
-        )
-        self._connection = connection
+        process, connection = start_interpreter(_SERVER, self._settings, path=path, environment=_ENVIRONMENT)
+
+        def end(seconds: float) -> int:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            return kill(process)
+
+        self._running.connection, self._running.end_process = connection, end
         connection.settimeout(_START_SECONDS)
         try:
             receive(connection)
@@ -166,30 +278,23 @@ class LimitedProcess:
             raise ProcessFailedError(f'cannot start its process: {error}') from None
         return connection
 
-    def _reason(self, size: int) -> LimitError:
-        """Returns the reason for a missing response, and kills the process."""
-        assert self._process is not None
-        process = self._process
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_EXIT_SECONDS)
-        self.close()
-        if process.returncode == -signal.SIGPROF:
-            return TimeLimitError(f'takes more than {self._limits.cpu_seconds:g} s of CPU time')
-        # Libraries in Rust and C++ abort if they cannot allocate memory.
-        if process.returncode == -signal.SIGABRT:
-            return self._memory_error(size)
-        return ProcessFailedError(f'ends its process with exit code {process.returncode}')
+    def _end_fork(self, process_id: bytes, seconds: float) -> int | None:
+        """Kills a fork and returns its exit code; None if this process has ended too."""
+        del seconds
+        with self._lock, contextlib.suppress(OSError, EOFError):
+            if (connection := self._running.connection) is not None:
+                connection.settimeout(_START_SECONDS)
+                send(connection, END, process_id)
+                return int(receive(connection)[1])
+        return None
 
-    def _error(self, kind: bytes, message: str, size: int) -> Exception:
-        if kind == _REFUSED:
+    def _error(self, kind: bytes, message: str) -> Exception:
+        if kind == REFUSED:
             return InputError(message)
-        if kind == _NO_MEMORY:
-            return self._memory_error(size)
-        return OutputLimitError(message) if kind == _TOO_LONG else ProcessFailedError(message)
-
-    def _memory_error(self, size: int) -> MemoryLimitError:
-        limit = self._limits.memory_bytes + self._limits.memory_per_byte * size
-        return MemoryLimitError(f'needs more than {limit // _MIB} MiB of memory')
+        if kind == NO_MEMORY:
+            limit = self._limits.memory_bytes + self._limits.memory_per_byte * self._request_bytes
+            return MemoryLimitError(f'needs more than {limit // _MIB} MiB of memory')
+        return OutputLimitError(message) if kind == TOO_LONG else ProcessFailedError(message)
 
 
 def limited_process(function: str, limits: ProcessLimits | None = None, *, nice: int = 0) -> LimitedProcess:
@@ -200,118 +305,3 @@ def limited_process(function: str, limits: ProcessLimits | None = None, *, nice:
 @functools.lru_cache
 def _shared(process_id: int, function: str, limits: ProcessLimits | None, nice: int) -> LimitedProcess:
     return LimitedProcess(function, limits, nice=nice)
-
-
-def serve(connection: socket.socket, settings: str) -> None:
-    """Serves requests until the connection is closed. The kernel kills the process at its limits.
-
-    Args:
-        connection: socket of the parent process.
-        settings: function, limits and niceness as JSON.
-    """
-    name, values, nice = json.loads(settings)
-    limits = ProcessLimits(*values)
-    # A parent process may ignore or block this signal, and a new process inherits that.
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    os.nice(nice)
-    module, _, attribute = name.partition(':')
-    function = getattr(importlib.import_module(module), attribute)
-    size = _address_space()
-    with contextlib.suppress(EOFError, ConnectionError):
-        send(connection, _RESULT, b'')
-        while True:
-            _, request = receive(connection)
-            _limit_memory(size + limits.memory_bytes + limits.memory_per_byte * len(request))
-            signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-            kind, data = _answer(function, request, limits.output_bytes + limits.output_per_byte * len(request))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _limit_memory(resource.RLIM_INFINITY)
-            send(connection, kind, data)
-
-
-def _answer(function: Callable[[bytes], bytes], request: bytes, longest: int) -> tuple[bytes, bytes]:
-    try:
-        result = function(request)
-    except InputError as error:
-        return _REFUSED, str(error).encode(errors='replace')
-    except MemoryError:
-        return _NO_MEMORY, b''
-    except BaseException as error:
-        return _FAILED, f'fails: {type(error).__name__}'.encode()
-    if len(result) > longest:
-        return _TOO_LONG, f'outputs {len(result)} bytes; the limit is {longest}'.encode()
-    return _RESULT, result
-
-
-def _address_space() -> int:
-    """Returns the size of the address space in bytes; 0 if the system does not report it."""
-    with contextlib.suppress(OSError):
-        return int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
-    return 0
-
-
-def _limit_memory(value: int) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = hard if value == resource.RLIM_INFINITY else min(value, hard)
-    # Some systems do not support this limit.
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_AS, (value, hard))
-
-
-def start_interpreter(
-    function: str, *arguments: str, path: Sequence[str], environment: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts a process that calls a function with a socket, and returns the process and the other end of the socket.
-
-    The process has its own session, so that Ctrl-C and a closed terminal do not reach it.
-
-    Args:
-        function: `module:name` of the function.
-        arguments: arguments of the function after the socket.
-        path: directories to search for modules before those of the standard library.
-        environment: environment variables.
-    """
-    connection, other = socket.socketpair()
-    module, _, name = function.partition(':')
-    with other:
-        process = subprocess.Popen(
-            [*_PYTHON, _BOOTSTRAP, module, name, str(other.fileno()), json.dumps(path), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[other.fileno()],
-            env=dict(environment),
-            cwd='/',
-            start_new_session=True,
-        )
-    return process, connection
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and those in its session, and waits for its end."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def send(connection: socket.socket, kind: bytes, data: bytes) -> None:
-    """Sends one message. Raises OSError."""
-    connection.sendall(HEADER.pack(kind, len(data)) + data)
-
-
-def receive(connection: socket.socket) -> tuple[bytes, bytes]:
-    """Receives the kind and the data of one message. Raises EOFError if the connection is closed, and OSError."""
-    kind, length = HEADER.unpack(_read(connection, HEADER.size))
-    return kind, _read(connection, length)
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        chunk = connection.recv(min(length - len(data), _MAX_CHUNK_BYTES))
-        if not chunk:
-            raise EOFError('the connection is closed')
-        data += chunk
-    return bytes(data)

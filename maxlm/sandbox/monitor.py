@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from maxlm.sandbox import cgroup, fork
 from maxlm.sandbox.files import exceeds_limits, remove
 from maxlm.sandbox.isolation import PROCESS_NAMESPACE, Confinement, drop_to_user
-from maxlm.sandbox.limited_process import receive, send
 from maxlm.sandbox.limits import SandboxLimits
+from maxlm.sandbox.process.interpreter import receive, send
 from maxlm.sandbox.process_tree import ProcessTree, reap
 
 # Kinds of messages between a pool and its worker: requests with tests, and others.

@@ -43,8 +43,8 @@ import maxlm
 from maxlm.errors import InputError
 from maxlm.sandbox import monitor
 from maxlm.sandbox.files import remove
-from maxlm.sandbox.limited_process import HEADER, kill, receive, send, start_interpreter
 from maxlm.sandbox.limits import SandboxLimits
+from maxlm.sandbox.process.interpreter import HEADER, kill, receive, send, start_interpreter
 
 # Guarantee → alternative sets of mechanisms that provide it.
 GUARANTEES: dict[str, tuple[tuple[str, ...], ...]] = {

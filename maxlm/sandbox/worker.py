@@ -27,7 +27,7 @@ from maxlm.sandbox import cgroup, monitor, syscalls
 from maxlm.sandbox.files import remove
 from maxlm.sandbox.fork import MAX_DESCRIPTORS
 from maxlm.sandbox.isolation import Confinement, probe
-from maxlm.sandbox.limited_process import send
+from maxlm.sandbox.process.interpreter import send
 from maxlm.sandbox.process_tree import ProcessTree, reap
 from maxlm.sandbox.program.function_call import SINGLE_THREAD
 

@@ -108,7 +108,7 @@ def test_tools(tmp_path, tools):
         shown = options.tools if options else ()
         if options:
             # Nulls of Arrow would make the schema of the arguments invalid.
-            Grammars(TOKENIZER, [TOKENIZER.end_of_document]).start(options.grammar)
+            Grammars(TOKENIZER, [TOKENIZER.end_of_document]).compile(options.grammar)
         assert TOKENIZER.decode(conversation_ids(request.messages, SERVED, tools=shown)) == text
 
 

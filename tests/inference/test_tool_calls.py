@@ -5,8 +5,8 @@ import json
 import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
-from maxlm.inference.engine.grammar import Grammars
 from maxlm.inference.tool_calls import ToolCall, ToolCallParser, call_grammar
+from tests.inference.engine.matchers import start
 
 TOKENIZER = bytes_tokenizer()
 NO_ARGUMENTS = {'type': 'object', 'properties': {}, 'additionalProperties': False}
@@ -25,7 +25,7 @@ NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 def can_be(text, **options):
     """Returns True if the grammar allows the text and its end."""
-    matcher = Grammars(TOKENIZER, [TOKENIZER.end_of_document]).start(call_grammar(FUNCTIONS, **options))
+    matcher = start(TOKENIZER, call_grammar(FUNCTIONS, **options))
     ids = TOKENIZER.encode_batch([text])[0].tolist()
     return all(map(matcher.accept, ids)) and matcher.accept(TOKENIZER.end_of_document)
 

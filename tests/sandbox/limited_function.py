@@ -5,6 +5,8 @@ import time
 
 from maxlm.errors import InputError
 
+counts = []
+
 
 def answer(request):
     """Exceeds a limit, raises an exception, ends the process or returns the request."""
@@ -24,6 +26,11 @@ def answer(request):
         os.abort()
     if command == 'sleep':
         time.sleep(float(argument))
+    if command == 'pid':
+        return str(os.getpid()).encode()
+    if command == 'count':
+        counts.append(1)
+        return str(len(counts)).encode()
     if command == 'nice':
         return str(os.nice(0)).encode()
     return request

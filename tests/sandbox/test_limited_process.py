@@ -6,20 +6,22 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.sandbox import limited_process
 from maxlm.sandbox.limited_process import (
     LimitedProcess,
+    LimitError,
     MemoryLimitError,
     OutputLimitError,
     ProcessFailedError,
     ProcessLimits,
     TimeLimitError,
 )
+from maxlm.sandbox.process import interpreter
 from tests.conftest import ROOT
 
 LIMITS = ProcessLimits(
@@ -119,7 +121,7 @@ import os, signal
 from maxlm.sandbox.limited_process import limited_process
 process = limited_process({NAME!r})
 process.ask(b'started')
-print(process._process.pid, flush=True)
+print([*__import__('psutil').Process().children()][0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60, cwd=ROOT)
@@ -155,14 +157,71 @@ def test_no_descriptor_is_kept():
     assert len(os.listdir('/proc/self/fd')) == before
 
 
+def test_forks_share_the_state_of_their_parent():
+    parent = LimitedProcess(NAME, LIMITS)
+    assert parent.ask(b'count') == b'1'
+    forks = [parent.fork() for _ in range(3)]
+    assert [fork.ask(b'count') for fork in forks] == [b'2'] * 3
+    assert parent.ask(b'count') == b'2'
+    with pytest.raises(TimeLimitError, match='CPU time'):
+        forks[0].ask(b'loop')
+    with pytest.raises(ProcessFailedError, match='has no process'):
+        forks[0].ask(b'count')
+    with pytest.raises(ProcessFailedError, match='exit code 3'):
+        forks[1].ask(b'exit 3')
+    # Forks that nobody refers to end, and leave no zombie.
+    assert forks[2].ask(b'count') == b'3'
+    host = process_of(parent)
+    assert len(host.children()) == 1
+    forks.clear()
+    until(lambda: not host.children())
+    busy = parent.fork()
+    busy.send(b'sleep 60')
+    assert len(host.children()) == 1
+    busy.close()
+    assert not host.children()
+    parent.close()
+
+
+def test_a_cancelled_request_kills_its_process(process):
+    answers = iter([False, True])
+    with pytest.raises(LimitError):
+        process.ask(b'sleep 60', lambda: next(answers))
+    assert process.ask(b'next') == b'next'
+
+
+def test_forks_end_with_their_parent():
+    process = LimitedProcess(NAME, LIMITS)
+    fork = process.fork()
+    fork.send(b'sleep 60')
+    (child,) = process_of(process).children()
+    process.close()
+    child.wait(30)
+    with pytest.raises(ProcessFailedError):
+        fork.result()
+
+
+def process_of(process):
+    """Returns the process of a handle."""
+    return psutil.Process(int(process.ask(b'pid')))
+
+
+def until(condition):
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_messages_are_exact_and_a_closed_connection_is_an_error():
     ours, other = socket.socketpair()
     with ours, other:
-        limited_process.send(ours, b'Q', b'')
-        limited_process.send(ours, b'R', bytes(1000))
-        assert limited_process.receive(other) == (b'Q', b'')
-        assert limited_process.receive(other) == (b'R', bytes(1000))
-        ours.sendall(limited_process.HEADER.pack(b'Q', 5) + b'abc')
+        interpreter.send(ours, b'Q', b'')
+        interpreter.send(ours, b'R', bytes(1000))
+        assert interpreter.receive(other) == (b'Q', b'')
+        assert interpreter.receive(other) == (b'R', bytes(1000))
+        ours.sendall(interpreter.HEADER.pack(b'Q', 5) + b'abc')
         ours.close()
         with pytest.raises(EOFError):
-            limited_process.receive(other)
+            interpreter.receive(other)

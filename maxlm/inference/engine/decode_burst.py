@@ -6,6 +6,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
+from maxlm.inference.engine.grammar import MIN_MASK_SECONDS
+
 # Target upper bound of the duration of a call, because new requests wait for its end.
 MAX_BURST_SECONDS = 0.08
 # Number of tokens of the call after one in which a sample ends: its client may send the next request.
@@ -46,6 +48,11 @@ class DecodeBurst:
             num = min(num, SHORT_BURST)
         self._frees_slot = num == min(remaining)
         return num
+
+    @property
+    def mask_delay(self) -> float:
+        """Maximum number of seconds for which a call waits for token masks: the duration of one token."""
+        return max(MIN_MASK_SECONDS, self._token_seconds or 0.0)
 
     def now(self) -> float:
         """Returns the time of a dispatch."""

@@ -8,6 +8,7 @@ call late, while the next call runs.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -17,13 +18,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from maxlm.config.sections.model import KV_CACHE_DTYPES
-from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
+from maxlm.inference.engine.checks import check_request, check_settings
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
-from maxlm.inference.engine.grammar import Grammars
+from maxlm.inference.engine.grammar import CompiledGrammar, Grammars, wait_for_masks
 from maxlm.inference.engine.model_runner import DecodeCounts, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
 from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
@@ -78,14 +78,7 @@ class Engine:
             InputError: an argument is out of range, or the mesh does not support a cache.
         """
         context = model.config.model.max_positions
-        if not 0 <= max_context <= context:
-            raise InputError(
-                f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
-            )
-        if cache not in KV_CACHE_DTYPES:
-            raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
-        if max_queue_size < 0:
-            raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')
+        check_settings(context, max_context=max_context, cache=cache, max_queue_size=max_queue_size)
         self.max_context = max_context or context
         self._compiled = CompiledFunctions(
             model.config,
@@ -142,16 +135,13 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit, or contains ids unknown to the tokenizer or the model."""
-        prompt_length, context = len(request.prompt), self.max_context
-        if prompt_length + request.max_tokens > context:
-            raise InputError(
-                f'max_tokens={request.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
-                f'{context}; use at most {max(0, context - prompt_length)} tokens, or shorten the prompt'
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
-            raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
-        if request.grammar:
-            self._grammars.start(request.grammar)
+        check_request(request, max_context=self.max_context, num_ids=self._num_ids)
+
+    def prepare(self, request: Request, is_cancelled: Callable[[], bool] | None = None) -> Request:
+        """Compiles the grammar of a request, if any, and returns the request with it. See `Grammars.compile`."""
+        if not isinstance(request.grammar, str) or not request.grammar:
+            return request
+        return dataclasses.replace(request, grammar=self._grammars.compile(request.grammar, is_cancelled))
 
     def submit(self, request: Request, listener: Callable[[Delta], None]) -> RequestHandle:
         """Queues a request. `step` calls `listener` until each sample has a delta with a finish reason.
@@ -161,13 +151,14 @@ class Engine:
             QueueFullError: too many samples are waiting.
         """
         self.check(request)
+        grammar = self.prepare(request).grammar
         samples = [
             ActiveSequence(
                 request,
                 number,
                 listener,
                 TextStream(self._tokenizer, request.prompt, request.stops),
-                self._grammars.start(request.grammar) if request.grammar else None,
+                grammar.start() if isinstance(grammar, CompiledGrammar) else None,
             )
             for number in range(request.num_samples)
         ]
@@ -198,11 +189,12 @@ class Engine:
         self._drop_cancelled()
         num_pending = len(self._pending)
         self._prefill()
-        if any(sample.matcher is not None for sample in self._running):
+        if any(sample.matcher is not None for pending in self._pending for _, sample, _ in pending.samples):
             # A grammar needs the last token before it can restrict the next one.
             while self._pending:
                 self._process_output(self._pending.popleft())
             num_pending = 0
+        self._receive_masks()
         self._decode()
         # Results of earlier calls; those of this step are read after the next dispatch.
         for _ in range(num_pending):
@@ -232,8 +224,12 @@ class Engine:
         """
         for request in requests:
             self.check(request)
+            self.prepare(request)
         finished = FinishedRequests([request.num_samples for request in requests], on_done)
         for number, request in enumerate(requests):
+            # A grammar is in use from now on, and their number is limited.
+            while request.grammar and len(self._waiting) >= len(self._slots):
+                self.step()
             self.submit(request, partial(finished.add, number))
         while self.step():
             pass
@@ -310,21 +306,28 @@ class Engine:
         self._counts['prompt_tokens'] += len(sample.request.prompt)
         self._counts['cached_tokens'] += shared
 
+    def _receive_masks(self) -> None:
+        """Receives token masks, and ends the samples that their grammar ends.
+
+        Samples without a mask sit out the next call.
+        """
+        samples = [sample for sample in self._running if sample.num_generated]
+        delay = self._burst.mask_delay if self._active() or self._has_prefill else None
+        wait_for_masks([sample.matcher for sample in samples if sample.matcher is not None], delay)
+        for sample in samples:
+            if (end := sample.grammar_end()) is not None:
+                self._finish(sample, *end)
+
+    def _active(self) -> list[tuple[int, ActiveSequence]]:
+        """Returns the slots and samples that are prefilled, need more tokens, and have a mask if they need one."""
+        return [(slot.number, each) for slot in self._slots if (each := slot.sample) is not None and each.can_decode]
+
     def _decode(self) -> None:
-        """Dispatches a decoding call for every sequence that is prefilled and needs more tokens."""
-        active = [
-            (slot.number, slot.sample)
-            for slot in self._slots
-            if slot.sample is not None and 0 < slot.sample.num_dispatched < slot.sample.request.max_tokens
-        ]
-        masks = {number: sample.matcher.mask() for number, sample in active if sample.matcher is not None}
-        for number, sample in active:
-            if sample.matcher is not None and (error := sample.matcher.failure):
-                masks.pop(number)
-                self._finish(sample, 'failed', error)
-        active = [(number, sample) for number, sample in active if sample.finish_reason is None]
+        """Dispatches a decoding call for every sequence that can take part in it."""
+        active = self._active()
         if not active:
             return
+        masks = {number: sample.matcher.mask for number, sample in active if sample.matcher is not None}
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
         tokens = 1 if masks else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
         num_rows = self._compiled.num_rows(max(number for number, _ in active))
@@ -386,6 +389,8 @@ class Engine:
 
     def _release(self, sample: ActiveSequence, finish: FinishReason) -> None:
         sample.finish_reason = finish
+        if sample.matcher is not None:
+            sample.matcher.close()
         if sample in self._prefilling:
             self._prefilling.remove(sample)
         if sample.slot is not None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
+from maxlm.inference.engine.grammar import CompiledGrammar
 from maxlm.inference.sampling import Sampling
 
 # 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': the grammar
@@ -37,7 +38,8 @@ class Request:
             likely tokens.
         ignore_eos: continue after an end token.
         grammar: grammar of the continuation in the format of llguidance, e.g. from
-            `maxlm.inference.engine.grammar.json_grammar`; '' = any text. A continuation ends when its text is complete.
+            `maxlm.inference.engine.grammar.json_grammar`; '' = any text. `Engine.prepare` compiles it. A continuation
+            ends when its text is complete.
         embed: compute the embedding of the prompt, the mean of its last hidden states, instead of a continuation.
         score_prompt: also compute the log-probabilities of the prompt's tokens, and of `top_log_probs` tokens at each
             position.
@@ -54,7 +56,7 @@ class Request:
     stops: tuple[str, ...] = ()
     top_log_probs: int | None = None
     ignore_eos: bool = False
-    grammar: str = ''
+    grammar: str | CompiledGrammar = ''
     embed: bool = False
     score_prompt: bool = False
 

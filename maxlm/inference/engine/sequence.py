@@ -83,8 +83,6 @@ class ActiveSequence:
                 # The model has read the previous token to generate this one.
                 self.slot.content.append(self.last_token)
             self.num_generated += 1
-            if self.matcher is not None and not self.matcher.accept(token.id):
-                return Delta(self.number, text, tuple(new_tokens), 'failed', error=self.matcher.failure)
             if token.id in stop_token_ids and not self.request.ignore_eos:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop', end_token=token)
             self.last_token = token.id
@@ -92,11 +90,29 @@ class ActiveSequence:
             text += self.text.add(token.id)
             if self.text.stopped:
                 return Delta(self.number, text, tuple(new_tokens), 'stop')
-            if self.matcher is not None and self.matcher.is_complete:
-                return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'stop')
-            if self.num_generated == self.request.max_tokens:
+            if self.matcher is not None:
+                # `grammar_end` ends the text, also at `max_tokens`, because only the grammar knows if it is complete.
+                self.matcher.accept(token.id)
+            elif self.num_generated == self.request.max_tokens:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
+
+    @property
+    def can_decode(self) -> bool:
+        """True if the sample is prefilled, needs more tokens, and has a mask if it needs one."""
+        has_mask = self.matcher is None or self.matcher.mask is not None
+        return 0 < self.num_dispatched < self.request.max_tokens and has_mask
+
+    def grammar_end(self) -> tuple[FinishReason, str] | None:
+        """Returns the reason for the end of the text and an error or '', or None if more tokens follow."""
+        matcher = self.matcher
+        if matcher is None or matcher.is_waiting:
+            return None
+        if matcher.is_complete:
+            return 'stop', ''
+        if self.num_generated == self.request.max_tokens:
+            return 'length', ''
+        return ('failed', matcher.failure) if matcher.failure else None
 
     @property
     def num_unfilled(self) -> int:
@@ -110,7 +126,7 @@ class ActiveSequence:
         assert slot is not None, 'a sample that is filled has a slot'
         start = len(slot.content)
         tokens = request.prompt[start : start + max_length]
-        mask = None if self.matcher is None else self.matcher.mask()
+        mask = None if self.matcher is None else self.matcher.mask
         return PrefillChunk(
             tokens, start, slot.number, request.prompt, request.sampling, request.seed, self.number, mask
         )

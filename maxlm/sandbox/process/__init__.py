@@ -1,0 +1,1 @@
+"""Python processes that serve requests within limits: start, messages, serving and forks."""

@@ -1,0 +1,35 @@
+"""Steps through the grammar of one text, token by token."""
+
+from maxlm.inference.engine.grammar import Grammars, wait_for_masks
+
+
+class Matcher:
+    """A `TokenMatcher` that waits for each mask."""
+
+    def __init__(self, matcher, end):
+        self._matcher, self._end = matcher, end
+
+    def mask(self):
+        assert self._matcher.mask is not None, self._matcher.failure
+        return self._matcher.mask
+
+    def accept(self, token):
+        if self.is_complete:
+            return token == self._end
+        self._matcher.accept(token)
+        while self._matcher.is_waiting:
+            wait_for_masks([self._matcher], None)
+        return not self._matcher.failure
+
+    @property
+    def is_complete(self):
+        return self._matcher.is_complete
+
+    @property
+    def failure(self):
+        return self._matcher.failure
+
+
+def start(tokenizer, grammar):
+    """Returns a matcher at the beginning of a text."""
+    return Matcher(Grammars(tokenizer, [tokenizer.end_of_document]).compile(grammar).start(), tokenizer.end_of_document)
