@@ -26,6 +26,8 @@ EXIT_PREEMPTED = 75
 # Exit codes that a shell reports for a program that SIGINT or SIGPIPE ended.
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+# Maximum number of characters of an error message.
+_MAX_MESSAGE = 4000
 
 # Argument that makes a command return its parser. No command line can contain NUL.
 _GIVE_PARSER = '\0'
@@ -150,7 +152,10 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
         sys.stdout.flush()
         return code
     except InputError as error:
-        print(f'error: {error}', file=sys.stderr)
+        line = str(error)
+        # A message can contain names from a file, which may have any length.
+        line = line if len(line) <= _MAX_MESSAGE else f'{line[:_MAX_MESSAGE]}…'
+        print(f'error: {line}', file=sys.stderr)
         return EXIT_BAD_INPUT
     except TerminatedError as error:
         print(error, file=sys.stderr)

@@ -13,6 +13,8 @@ OWN_MESSAGES = {
     'data/tokenizer/tiktoken_bpe.py': 'a tokenizer in memory',
     'data/chat/template_process.py': 'pipe to the process that renders chat templates',
     'data/tokenizer/longest_token.py': 'a tokenizer in memory',
+    'data/tokenizer/limited_encoding.py': 'pipe to the process that encodes texts',
+    'data/tokenizer/limits/expansion.py': 'a tokenizer in memory',
     'data/prepare/options.py': 'options that were written as JSON before',
     'data/tokenizer/tokenizer.py': 'a tokenizer in memory',
     'data/tokenizer/extension.py': 'tokenizers in memory',

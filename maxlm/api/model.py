@@ -42,9 +42,9 @@ LENGTH_MULTIPLE = 64
 class Model:
     """A trained model on one device, with its tokenizer.
 
-    The first call of each method compiles, and later processes find its programs in the compilation cache of the run
-    (train.compilation_cache_dir). The environment variable JAX_COMPILATION_CACHE_DIR sets another directory, or none if
-    it is empty. Generation holds a copy of the parameters in the compute dtype.
+    The first call of each method compiles, and later processes find its programs in the compilation cache
+    (~/.cache/maxlm/programs). The environment variable JAX_COMPILATION_CACHE_DIR sets another directory, or none if it
+    is empty. Generation holds a copy of the parameters in the compute dtype.
 
     Attributes:
         config: config of the run that trained the model, resolved for this device.

@@ -25,11 +25,10 @@ from ml_collections import ConfigDict, config_dict
 from maxlm.config.config_files import find_config, shipped_configs
 from maxlm.config.families import FAMILIES
 from maxlm.config.path_keys import check_paths
-from maxlm.config.ranges import check_ranges
 from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.serialization import HIDDEN, SECRET_KEYS, to_json
-from maxlm.config.validation import EXCLUSIVE, check_choice, nearest, validate
+from maxlm.config.validation import EXCLUSIVE, check_choice, check_values, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
 from maxlm.renames import current_config, current_key, report_renamed
@@ -159,12 +158,12 @@ def from_json(text: str) -> Config:
     A resolved config stays resolved.
 
     Raises:
-        ValueError: the text is not JSON, or it contains an unknown section or key, a wrong type or a number out of
+        ValueError: the text is not JSON, or it contains an unknown section or key, a wrong type, or a value out of
             range.
     """
     try:
         config = _freeze(_parse_json(text))
-        check_ranges(config)
+        check_values(config)
         return config
     except InputError as error:
         raise ValueError(str(error)) from error

@@ -102,10 +102,15 @@ def check_choice(config: Config, key: str) -> None:
         raise InputError(f'{key}={value!r}: must be one of {", ".join(names)}{hint}')
 
 
-def validate(config: Config) -> None:
+def check_values(config: Config) -> None:
+    """Checks each value alone. Raises InputError."""
     for key in CHOICES:
         check_choice(config, key)
     check_ranges(config)
+
+
+def validate(config: Config) -> None:
+    check_values(config)
 
     model, data, train, optimizer = config.model, config.data, config.train, config.optimizer
     for group in EXCLUSIVE:

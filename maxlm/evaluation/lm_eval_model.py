@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
+from maxlm.data.tokenizer.limited_encoding import encode_long
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import MAX_STOPS, Completion, Request
 from maxlm.inference.load import LoadedModel
@@ -70,7 +71,7 @@ class LmEvalModel:
         If `add_special_tokens` is None, adds the beginning of text unless the text already starts with it.
         """
         del ignored
-        ids = self._tokenizer.encode(string, add_special_tokens=False).ids
+        ids = encode_long(self._tokenizer, [string])[0].tolist()
         if add_special_tokens is None:
             written = ''.join(self._tokenizer.id_to_token(index) or '' for index in self._beginning)
             add_special_tokens = not (written and string.startswith(written))

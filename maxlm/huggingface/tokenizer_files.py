@@ -19,6 +19,7 @@ from maxlm.data.tokenizer.library import load_library
 from maxlm.data.tokenizer.model_files import (
     GENERATION_CONFIG,
     MODEL_CONFIG,
+    check_tokens,
     read_json_object,
     read_model_config,
     token_id_list,
@@ -196,6 +197,8 @@ def _copied_files(directory: Path) -> dict[str, bytes]:
     for path in paths:
         if path.suffix == '.json':
             fields = Fields(read_object(path), str(path))
+            if path.name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
+                check_tokens(fields.values, str(path))
             if path.name == GENERATION:
                 for key in ('bos_token_id', 'eos_token_id', 'pad_token_id'):
                     fields.check_ids(key, may_be_list=key == 'eos_token_id')

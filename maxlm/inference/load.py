@@ -12,7 +12,7 @@ from flax import nnx
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item, restore_params, without_mtp
 from maxlm.config.resolve import resolve_on
-from maxlm.config.schema import Config
+from maxlm.config.schema import Config, TrainConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -58,7 +58,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_layers: bool = False) -> LoadedModel:
-    """Loads a model from a checkpoint, and enables the compilation cache of its run.
+    """Loads a model from a checkpoint, and enables the default compilation cache unless its run had none.
 
     Loads the EMA of the parameters if the run kept one, and no modules of multi-token prediction. Logs a warning if a
     chat template cannot be used.
@@ -77,7 +77,8 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     step_directory = find_local_step(checkpoint)
     workdir = step_directory.parent.parent
     saved_config = read_config(workdir)
-    enable_compilation_cache(saved_config.train.compilation_cache_dir)
+    # Programs of the cache run when they are loaded, so a checkpoint from elsewhere must not choose the directory.
+    enable_compilation_cache(TrainConfig().compilation_cache_dir if saved_config.train.compilation_cache_dir else '')
     saved_config = dataclasses.replace(saved_config, model=without_mtp(saved_config.model))
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():

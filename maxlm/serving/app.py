@@ -78,8 +78,8 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.api_route(HEALTH, methods=['GET', 'HEAD'])
     async def health() -> Response:
-        state = 'failed' if service.engine_thread.failed else 'draining' if service.is_draining else 'ok'
-        return JSONResponse({'status': state}, 200 if state == 'ok' else 503)
+        status, content = service.health
+        return JSONResponse(content, status)
 
     @app.get(METRICS)
     async def metrics() -> Response:
@@ -150,8 +150,10 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
         )
 
     async def respond(request: Request, parse: Callable[[bytes], Any], *, chat: bool) -> Response:
-        parsed = await read(request, parse, chat=chat)
-        return _completion_response(service, *parsed, chat=chat, started=request.scope['state']['started'])
+        started = request.scope['state']['started']
+        api_request, parsed = await read(request, parse, chat=chat)
+        prepared = await service.grammars.prepare(parsed, receive=request.receive, started=started)
+        return _completion_response(service, api_request, prepared, chat=chat, started=started)
 
     @app.post(COMPLETIONS)
     async def complete(request: Request) -> Response:

@@ -22,9 +22,11 @@ from maxlm.storage.errors import catch_panics
 _SMALL_BODY_BYTES = 64 * 1024
 # Number of threads for small and for large bodies.
 _NUM_SMALL_THREADS, _NUM_LARGE_THREADS = 2, 1
+# The server is degraded if all threads of a queue work on one request each for longer than this.
+STUCK_SECONDS = 120.0
 
 
-class _Job:
+class Job:
     """A function to call in a thread, and the future of its result in the event loop."""
 
     def __init__(self, function: Callable[[], Any], release: Callable[[], None]):
@@ -58,17 +60,31 @@ class _Job:
                 self.future.set_exception(error)
 
 
-class _WorkQueue:
+class WorkQueue:
     """A job queue with its own daemon threads, which do not block process exit."""
 
     def __init__(self, name: str, num_threads: int):
-        self._jobs: collections.deque[_Job] = collections.deque()
+        self._jobs: collections.deque[Job] = collections.deque()
         self._condition = threading.Condition()
         self._is_closed = False
+        # Start times of the jobs that are running now.
+        self._started: list[float] = []
+        self._num_threads = num_threads
         for _ in range(num_threads):
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, job: _Job, max_jobs: int) -> bool:
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that have not started."""
+        return len(self._jobs)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time since which all threads have been working on their current job, in seconds; 0 if one is idle."""
+        started = list(self._started)
+        return time.monotonic() - max(started) if len(started) == self._num_threads else 0.0
+
+    def put(self, job: Job, max_jobs: int) -> bool:
         """Adds a job and returns True, or returns False if `max_jobs` jobs are waiting."""
         with self._condition:
             if len(self._jobs) >= max_jobs:
@@ -77,7 +93,7 @@ class _WorkQueue:
             self._condition.notify()
         return True
 
-    def remove(self, job: _Job) -> None:
+    def remove(self, job: Job) -> None:
         """Removes a job that has not started."""
         with self._condition:
             if job not in self._jobs:
@@ -98,7 +114,10 @@ class _WorkQueue:
                 if self._is_closed:
                     return
                 job = self._jobs.popleft()
+            started = time.monotonic()
+            self._started.append(started)
             job.run()
+            self._started.remove(started)
             # Release the body now instead of when the next job arrives.
             del job
 
@@ -112,14 +131,14 @@ class Encoders:
     def __init__(self, limits: ServerLimits):
         self._limits = limits
         self._queues = {
-            (chat, small): _WorkQueue(
+            (chat, small): WorkQueue(
                 f'encode-{"chat" if chat else "text"}-{"small" if small else "large"}',
                 _NUM_SMALL_THREADS if small else _NUM_LARGE_THREADS,
             )
             for chat in (False, True)
             for small in (False, True)
         }
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
 
     async def run(
         self,
@@ -146,16 +165,10 @@ class Encoders:
             ClientDisconnect: the client has disconnected.
         """
         queue = self._queues[chat, size <= _SMALL_BODY_BYTES]
-        job = _Job(function, release)
+        job = Job(function, release)
         if not queue.put(job, self._limits.max_encoding_queue_size):
             release()
-            raise ApiError(
-                429,
-                'too many requests are waiting; try again later',
-                kind='rate_limit_error',
-                code='queue_full',
-                headers={'retry-after': '5'},
-            )
+            raise queue_full_error()
         self._jobs.add(job)
         disconnect_task = asyncio.create_task(_wait_for_disconnect(receive, job))
         try:
@@ -169,6 +182,12 @@ class Encoders:
             self._jobs.discard(job)
             queue.remove(job)
 
+    @property
+    def problem(self) -> str:
+        """Reason why requests cannot be encoded now, or ''."""
+        seconds = max(queue.busy_seconds for queue in self._queues.values())
+        return f'all threads that encode requests have been busy for {seconds:.0f} s' if seconds > STUCK_SECONDS else ''
+
     def fail_all(self, error: ApiError) -> None:
         """Fails all pending jobs with an error."""
         for job in list(self._jobs):
@@ -178,6 +197,17 @@ class Encoders:
         """Stops the threads after their current jobs."""
         for queue in self._queues.values():
             queue.close()
+
+
+def queue_full_error() -> ApiError:
+    """Returns the error for a request that finds a queue full."""
+    return ApiError(
+        429,
+        'too many requests are waiting; try again later',
+        kind='rate_limit_error',
+        code='queue_full',
+        headers={'retry-after': '5'},
+    )
 
 
 def timeout_error(limits: ServerLimits) -> ApiError:
@@ -192,7 +222,7 @@ def draining_error() -> ApiError:
     return ApiError(503, 'the server is shutting down', kind=SERVER, code='draining')
 
 
-async def _wait_for_disconnect(receive: Receive, job: _Job) -> None:
+async def _wait_for_disconnect(receive: Receive, job: Job) -> None:
     while (await receive())['type'] != 'http.disconnect':
         pass
     job.fail(ClientDisconnect())

@@ -36,6 +36,9 @@ class EngineLike(Protocol):
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit."""
 
+    def prepare(self, request: Request, is_cancelled: Callable[[], bool] | None = None) -> Request:
+        """Returns a request with its compiled grammar."""
+
     def submit(self, request: Request, listener: Listener) -> StreamHandle:
         """Queues a request."""
 

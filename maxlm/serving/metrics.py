@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -43,6 +43,15 @@ class Metrics:
             'Time from the request to the end of its response',
             buckets=_SECONDS,
             registry=registry,
+        )
+        self.grammars = Counter(
+            'maxlm_grammars',
+            'Number of grammars that were compiled or refused, and of requests whose grammar failed later',
+            ('result',),
+            registry=registry,
+        )
+        self.grammar_queue = Gauge(
+            'maxlm_grammar_queue', 'Number of grammars waiting for compilation', registry=registry
         )
         registry.register(_EngineCollector(state))
         self._registry = registry

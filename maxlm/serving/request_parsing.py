@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maxlm.data.chat.encoder import ChatEncoder
@@ -29,6 +30,7 @@ from maxlm.serving.schema.generation import (
     check_sizes,
     completion_prompts,
 )
+from maxlm.serving.schema.response_format import PARAM as RESPONSE_FORMAT
 from maxlm.serving.schema.response_format import response_schema
 from maxlm.serving.schema.tools import call_options
 
@@ -84,12 +86,16 @@ class EngineRequests(NamedTuple):
         echoes: text to echo before each response; '' = none.
         has_tools: responses may contain tool calls.
         requires_calls: responses consist of tool calls only.
+        grammar_param: parameter that the grammar of the requests comes from.
+        grammar_parts: grammar of each parameter that is a part of the grammar, for errors.
     """
 
     requests: list[Request]
     echoes: list[str]
     has_tools: bool = False
     requires_calls: bool = False
+    grammar_param: str = RESPONSE_FORMAT
+    grammar_parts: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
@@ -175,8 +181,16 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
         cache_salt=served.cache_salt(api_request.cache_salt),
         grammar='' if options is None else options.grammar,
     )
-    requires_calls = options is not None and options.is_required
-    return EngineRequests([request], [''], has_tools=options is not None, requires_calls=requires_calls)
+    if options is None:
+        return EngineRequests([request], [''])
+    return EngineRequests(
+        [request],
+        [''],
+        has_tools=True,
+        requires_calls=options.is_required,
+        grammar_param='tools',
+        grammar_parts=options.parts,
+    )
 
 
 def check_tools(api_request: ChatCompletionRequest, served: ServedModel) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from maxlm.inference.engine.requests import Delta, QueueFullError, Request
 from maxlm.serving.encoding import Encoders, draining_error, timeout_error
 from maxlm.serving.engine_thread import EngineThread, StreamHandle
+from maxlm.serving.grammar_queue import GrammarQueue
 from maxlm.serving.limits import BodyReader, ServerLimits
 from maxlm.serving.metrics import Metrics
 from maxlm.serving.request_parsing import ServedModel
@@ -112,6 +113,7 @@ class PendingRequest:
             raise item
         if item[1].finish_reason == 'failed':
             if item[1].error:
+                self._service.metrics.grammars.labels('failed').inc()
                 raise ApiError(500, item[1].error, kind=SERVER, code='grammar')
             raise ApiError(500, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
         if item[1].finish_reason == 'cancelled':
@@ -144,6 +146,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.encoders = Encoders(limits)
+        self.grammars = GrammarQueue(served.engine, limits, self.metrics)
         self._mean_seconds = 1.0
 
     def submit(self, requests: list[Request], *, started: float) -> PendingRequest:
@@ -163,6 +166,20 @@ class Service:
             raise ApiError(
                 503, 'the server is shutting down', kind=SERVER, code='draining', headers={'retry-after': '5'}
             )
+
+    @property
+    def health(self) -> tuple[int, dict[str, str]]:
+        """Status of the response to a health check, and its content.
+
+        Without grammars, other requests are still served. A load balancer must not remove the server for this.
+        """
+        if self.engine_thread.failed or self.is_draining:
+            return 503, {'status': 'failed' if self.engine_thread.failed else 'draining'}
+        if reason := self.encoders.problem:
+            return 503, {'status': 'degraded', 'reason': reason}
+        if reason := self.grammars.problem:
+            return 200, {'status': 'degraded', 'reason': reason}
+        return 200, {'status': 'ok'}
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError if a model is not served here."""
@@ -197,10 +214,12 @@ class Service:
     def fail_all(self) -> None:
         """Fails all pending requests, because the server is shutting down."""
         self.encoders.fail_all(draining_error())
+        self.grammars.fail_all(draining_error())
         for request in list(self.pending):
             request.fail(draining_error())
 
     def close(self, timeout: float) -> None:
         """Stops the threads. The engine thread has `timeout` seconds to finish its step."""
         self.encoders.close()
+        self.grammars.close()
         self.engine_thread.stop(timeout)

@@ -1,5 +1,6 @@
 """Merging of adapters into kernels, as a function and from one workdir into another."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -167,3 +168,8 @@ def test_missing_adapters(made):
     with pytest.raises(InputError, match=r'blocks\.attention\.key\.lora_a is missing in the checkpoint'):
         MergedReader(ParamsReader(step), small_config(**SETTINGS).model, 'base')
     assert MergedReader(ParamsReader(step), small_config(**MODELS['llama']).model, 'base').shapes
+    # No pattern matches a projection, so that nothing would be merged.
+    for patterns in ((), ('other',)):
+        model = small_config(**SETTINGS).model
+        with pytest.raises(InputError, match='base: no parameter has adapters, but model.lora_rank=3 in its config'):
+            MergedReader(ParamsReader(step), dataclasses.replace(model, lora_target_modules=patterns), 'base')

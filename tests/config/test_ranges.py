@@ -1,6 +1,7 @@
 """Tests that every numeric key has a finite range, and that other values are rejected with a one-line error."""
 
 import dataclasses
+import json
 import math
 import typing
 
@@ -12,6 +13,7 @@ from maxlm.config.schema import SECTIONS, Config
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.validation import CHOICES
 from maxlm.errors import InputError
+from tests.small import small_config
 
 NUMERIC = {
     f'{section}.{name}': kind
@@ -114,3 +116,13 @@ def test_a_range(allowed, inside, outside, words):
     assert all(value in allowed for value in inside)
     assert not any(value in allowed for value in outside)
     assert str(allowed) == words
+
+
+@pytest.mark.parametrize(('key', 'value'), [('dtype', 'int8'), ('family', 'x'), ('activation', ''), ('init', 'other')])
+def test_written_configs_have_valid_choices(key, value):
+    written = loading.to_json(small_config())
+    values = json.loads(written)
+    values['model'][key] = value
+    assert loading.from_json(written)
+    with pytest.raises(ValueError, match=f'model.{key}={value!r}: must be one of'):
+        loading.from_json(json.dumps(values))

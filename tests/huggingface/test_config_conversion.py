@@ -449,6 +449,18 @@ REFUSED = [
     ({'model_type': 'gemma3_text', 'use_bidirectional_attention': True}, ['use_bidirectional_attention=True']),
     ({'model_type': 'gemma3_text', 'attn_logit_softcapping': 5.0}, ['attn_logit_softcapping=5.0']),
     ({'model_type': 'gemma3'}, ['model_type=gemma3 is not supported']),
+    ({'model_type': 'smollm3', 'layer_types': 7}, ['layer_types=7', 'full_attention']),
+    ({'model_type': 'olmo3', 'rope_scaling': {'type': 'linear', 'factor': 2.0}, 'rope_parameters': 5},
+     ['rope_parameters=5', 'JSON object']),
+    ({'model_type': 'mistral', 'sliding_window': -3}, ['sliding_window=-3', 'at least 1']),
+    ({'model_type': 'mistral', 'sliding_window': '4096'}, ["sliding_window='4096'", 'an integer']),
+    ({**LLAMA, 'dtype': 'pickle'}, ["dtype='pickle'", 'float32, bfloat16']),
+    ({**LLAMA, 'torch_dtype': 16}, ['torch_dtype=16', 'a string']),
+    *(({**LLAMA, key: value}, [f'{key}=', 'at least -1'])
+      for key in ('bos_token_id', 'eos_token_id', 'pad_token_id')
+      for value in ('1', 1.0, True, [['a']], {}, -2, 2**31)),
+    ({**LLAMA, 'bos_token_id': [1]}, ['bos_token_id=[1]']),
+    ({**LLAMA, 'eos_token_id': list(range(65))}, ['a list of at most 64 such numbers']),
 ]  # fmt: skip
 
 
@@ -458,6 +470,24 @@ def test_unsupported_values_are_refused_by_name(config, parts):
         from_config(config, 'DIR/config.json')
     for part in ['DIR/config.json', *parts]:
         assert part in str(error.value)
+
+
+def test_ids_and_dtypes_of_published_models_are_read():
+    for ids in ({'eos_token_id': [1, 106]}, {'eos_token_id': None, 'pad_token_id': -1}, {'bos_token_id': 50_256}):
+        assert from_config({**LLAMA, **ids}, 'x') == from_config(LLAMA, 'x')
+    for dtype in ('bfloat16', 'torch.bfloat16', 'float16'):
+        assert from_config({**LLAMA, 'torch_dtype': dtype}, 'x').dtype == 'bfloat16'
+    assert from_config({**LLAMA, 'dtype': None}, 'x').dtype == 'float32'
+
+
+def test_values_that_are_ignored_are_logged(caplog):
+    with caplog.at_level('WARNING', logger='maxlm'):
+        model = from_config({**LLAMA, 'sliding_window': -3, 'n_group': 2}, 'IGNORED/config.json')
+    assert model == from_config(LLAMA, 'x')
+    assert caplog.messages == [
+        'IGNORED/config.json: sliding_window=-3 is not an integer of at least 1 and at most 2147483647; llama models '
+        'ignore the key in Transformers, and so does maxlm'
+    ]
 
 
 def test_the_table_of_refusals_can_fail():

@@ -310,3 +310,46 @@ def test_an_unusable_template_is_kept_unchanged(model_directory):
     (model_directory / 'chat_template.jinja').write_text('{% if %}')
     files, remark, _ = files_for_import(model_directory)
     assert (files['chat_template.jinja'], remark) == (b'{% if %}', '')
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('tokenizer_config.json', {'eos_token': 5}, 'eos_token=5: must be the text of a token or null'),
+        ('tokenizer_config.json', {'eos_token': {'content': 5}}, 'must be the text of a token or null'),
+        ('tokenizer_config.json', {'bos_token': []}, r'bos_token=\[\]: must be the text of a token or null'),
+        ('tokenizer_config.json', {'add_bos_token': 'yes'}, "add_bos_token='yes': must be true, false or null"),
+        ('special_tokens_map.json', {'eos_token': 7}, 'eos_token=7: must be the text of a token or null'),
+    ],
+)
+def test_odd_tokens_are_errors(model_directory, name, content, message):
+    (model_directory / name).write_text(json.dumps(content))
+    for load in (lambda: files_for_import(model_directory), lambda: Tokenizer.load(model_directory / 'tokenizer.json')):
+        with pytest.raises(InputError, match=message) as info:
+            load()
+        assert str(model_directory / name) in str(info.value)
+
+
+@pytest.mark.parametrize('value', ['1', 1.5, True, ['a'], [[1]], -2, list(range(65))])
+def test_odd_ids_are_errors_at_use(model_directory, value):
+    for name in ('generation_config.json', 'config.json'):
+        path = model_directory / name
+        path.write_text(json.dumps({'model_type': 'llama', 'eos_token_id': value}))
+        with pytest.raises(InputError, match=r'eos_token_id=.*: must be an integer from -1 to'):
+            Tokenizer.load(model_directory / 'tokenizer.json')
+        path.unlink()
+
+
+def test_ids_without_a_token_are_logged(model_directory, caplog):
+    (model_directory / 'generation_config.json').write_text(json.dumps({'eos_token_id': [0, -1, 10**9]}))
+    with caplog.at_level('WARNING', logger='maxlm'):
+        files_for_import(model_directory)
+    (message,) = caplog.messages
+    assert 'generation_config.json: eos_token_id: -1, 1000000000 is not the id of a token and is ignored' in message
+
+
+def test_many_stored_ends_are_an_error(model_directory):
+    stored = {'end': 0, 'stops': [0] * 257, 'beginning': [], 'end_source': '', 'beginning_source': ''}
+    (model_directory / 'text_boundaries.json').write_text(json.dumps(stored))
+    with pytest.raises(InputError, match=r'text_boundaries\.json is damaged or of another tokenizer \(258 ids\)'):
+        Tokenizer.load(model_directory / 'tokenizer.json')

@@ -1,5 +1,6 @@
 """Tests which parameters of a checkpoint are loaded, and which files must accompany it."""
 
+import json
 import shutil
 
 import jax
@@ -100,9 +101,13 @@ def test_a_chat_template_comes_with_the_model(make, capsys):
     assert 'without a chat template' in capsys.readouterr().out
 
 
-def test_the_compilation_cache_of_the_run_is_enabled(make, monkeypatch):
+@pytest.mark.parametrize(('stored', 'used'), [('/etc/x', '~/.cache/maxlm/programs'), ('', '')])
+def test_a_checkpoint_does_not_choose_the_directory_of_the_compilation_cache(make, monkeypatch, stored, used):
     seen = []
     monkeypatch.setattr(load, 'enable_compilation_cache', seen.append)
     workdir, _, _ = make(averaged=False)
+    values = json.loads((workdir / 'config.json').read_text())
+    values['train']['compilation_cache_dir'] = stored
+    (workdir / 'config.json').write_text(json.dumps(values))
     load_model(str(workdir), num_devices=8)
-    assert seen == [config_on(8).train.compilation_cache_dir]
+    assert seen == [used]

@@ -78,6 +78,9 @@ class FakeEngine:
         if len(request.prompt) + request.max_tokens > self.max_context:
             raise InputError(f'max_tokens={request.max_tokens}: does not fit')
 
+    def prepare(self, request, is_cancelled=None):
+        return request
+
     def submit(self, request, listener):
         self.check(request)
         self.last_request = request

@@ -12,10 +12,12 @@ import httpx
 import pytest
 
 from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer import limited_encoding
 from maxlm.errors import EXIT_DONE
 from maxlm.sandbox.limited_process import ProcessLimits
 from maxlm.serving.limits import ServerLimits
 from tests.conftest import ROOT
+from tests.data.tokenizer.hostile_files import ACCEPTED, load, tokenizer_file
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.hostile import request
 from tests.serving.serving_thread import ServerThread, until
@@ -203,6 +205,18 @@ def test_tokenizer_errors_are_api_errors(start, caplog, error):
     assert 'index' not in answer.text
     until(lambda: 'failed' in caplog.text)
     tokenizer.encode_batch = working
+    assert post(server, SMALL).status_code == 200
+
+
+def test_a_text_that_takes_too_long_is_refused(start, monkeypatch):
+    monkeypatch.setattr(limited_encoding, '_LIMITS', ProcessLimits(cpu_seconds=0.3))
+    server, _ = start(lambda given: False)
+    slow = load(tokenizer_file(**ACCEPTED['digits from the right, as a separator']))
+    server.running.service.served.tokenizer.encode_batch = slow.encode_batch
+    for path, body in ((COMPLETIONS, {'max_tokens': 1}), ('/tokenize', {})):
+        refused = post(server, {'prompt': '1' * 100_000, **body}, path)
+        assert (refused.status_code, refused.json()['error']['param']) == (400, 'prompt')
+        assert 'takes more than 0.3 s of CPU time; use a shorter text' in refused.json()['error']['message']
     assert post(server, SMALL).status_code == 200
 
 

@@ -115,6 +115,11 @@ class MergedReader:
                     f'{source}: parameter {path} is {stored.get(path, "missing")} in the checkpoint but '
                     f'{wanted.get(path, "absent")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
                 )
+        if model.lora_rank and not stored:
+            raise InputError(
+                f'{source}: no parameter has adapters, but model.lora_rank={model.lora_rank} in its {CONFIG}; restore '
+                f'the {CONFIG} of this checkpoint'
+            )
         self.shapes = {path: shape for path, shape in reader.shapes.items() if path not in stored}
         self._reader, self._adapted_modules = reader, {path.rpartition('.')[0] for path in stored}
         self._scale = np.float32(adapter_scale(model)) if model.lora_rank else np.float32(0)

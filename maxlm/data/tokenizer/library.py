@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from maxlm.data.tokenizer.limits.expansion import check_expansion, check_limits, regexes_of
+from maxlm.data.tokenizer.limits.expansion import check_limits, regexes_of
 from maxlm.data.tokenizer.limits.regular_expressions import check_regex
 from maxlm.errors import InputError, surrogate_in
 from maxlm.storage.errors import RustPanicError, catch_panics
@@ -56,14 +56,11 @@ def encode_batch(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[np
     """Returns the token ids of each text, uint32 [number of tokens], without added tokens.
 
     Raises:
-        InputError: a text has no ids, or the normalizer expands it by far too much.
+        InputError: a text has no ids.
     """
     try:
-        check_expansion(library, texts)
         with catch_panics('tokenizers'):
             encodings = library.encode_batch_fast(list(texts), add_special_tokens=False)
-    except InputError:
-        raise
     except Exception as error:  # the library raises bare Exception
         for text in texts:
             if (place := surrogate_in(text)) >= 0:

@@ -80,8 +80,21 @@ def token_id_list(values: Mapping[str, Any], key: str, source: str) -> list[int]
     return ids
 
 
-def check_token(values: Mapping[str, Any], key: str, source: str) -> None:
-    """Raises InputError unless a token is a string, an object with its content, or null."""
-    value = values.get(key)
-    if value is not None and not isinstance(value.get('content') if isinstance(value, dict) else value, str):
-        raise InputError(f'{source}: {key}={value!r:.100}: must be the text of a token or null; fix the file')
+def check_tokens(values: Mapping[str, Any], source: str) -> None:
+    """Checks the tokens at the beginning and the end of a text in TOKENIZER_CONFIG or SPECIAL_TOKENS_MAP.
+
+    Args:
+        values: the JSON object.
+        source: path of the file in error messages.
+
+    Raises:
+        InputError: a token is not a string, an object with its content, or null; or add_bos_token is not a boolean.
+    """
+    for key in ('bos_token', 'eos_token'):
+        value = values.get(key)
+        text = value.get('content') if isinstance(value, dict) else value
+        if not isinstance(text, str) and value is not None:
+            raise InputError(f'{source}: {key}={value!r:.100}: must be the text of a token or null; fix the file')
+    adds = values.get('add_bos_token')
+    if not isinstance(adds, bool | None):
+        raise InputError(f'{source}: add_bos_token={adds!r:.100}: must be true, false or null; fix the file')

@@ -13,13 +13,13 @@ from typing import Any
 
 import tokenizers
 
-from maxlm.data.tokenizer.library import encode_batch
+from maxlm.data.tokenizer.limited_encoding import encode_long
 
 
 def without_special_pieces(library: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     """Returns a tokenizer with the same ids for other texts, or `library` itself if names of tokens are only text."""
     special = {index: token.content for index, token in library.get_added_tokens_decoder().items() if token.special}
-    encoded = encode_batch(library, list(special.values()))
+    encoded = encode_long(library, list(special.values()))
     if not any(special.keys() & ids.tolist() for ids in encoded):
         return library
     # No text contains the new names, because they are random. No output contains them.

@@ -26,10 +26,11 @@ import tokenizers
 
 from maxlm.data.tokenizer.model_files import (
     GENERATION_CONFIG,
+    MAX_IDS,
     MODEL_CONFIG,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
-    check_token,
+    check_tokens,
     read_json_object,
     read_model_config,
     token_id_list,
@@ -51,6 +52,8 @@ _PROBES = ('a', '0', 'A', '一', ' ')
 
 # Maximum number of tokens before each text. Published tokenizers have at most 2.
 _MAX_PREFIX = 64
+# Maximum number of ids in TEXT_BOUNDARIES_FILE: those of two files and of the names, and the prefix.
+_MAX_IDS = 4 * MAX_IDS
 
 
 class TextBoundaries(NamedTuple):
@@ -118,6 +121,8 @@ def load_boundaries(directory: Path, library: tokenizers.Tokenizer) -> TextBound
     try:
         boundaries = TextBoundaries(**{**facts, **{key: tuple(facts[key]) for key in ('stops', 'beginning')}})
         ids = [boundaries.end, *boundaries.stops, *boundaries.beginning]
+        if len(ids) > _MAX_IDS:
+            raise TypeError(f'{len(ids):,} ids')
         if not all(type(index) is int and library.id_to_token(index) is not None for index in ids):
             raise TypeError('an id has no token')
         if boundaries.end not in boundaries.stops:
@@ -195,12 +200,7 @@ class _ModelFiles:
         self._generation: Mapping[str, Any] = read(GENERATION_CONFIG)
         self._model: Mapping[str, Any] = read_model_config(directory) if directory else {}
         for file, values in ((TOKENIZER_CONFIG, self._tokenizer_config), (SPECIAL_TOKENS_MAP, self._map)):
-            for key in ('bos_token', 'eos_token'):
-                check_token(values, key, self._path(file))
-        adds = self._tokenizer_config.get('add_bos_token')
-        if not isinstance(adds, bool | None):
-            source = self._path(TOKENIZER_CONFIG)
-            raise InputError(f'{source}: add_bos_token={adds!r:.100}: must be true, false or null; fix the file')
+            check_tokens(values, self._path(file))
         self._special = {token.content for token in library.get_added_tokens_decoder().values() if token.special}
         listed = self._tokenizer_config.get('added_tokens_decoder')
         entries = listed.values() if isinstance(listed, dict) else ()

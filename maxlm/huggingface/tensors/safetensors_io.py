@@ -25,6 +25,8 @@ from maxlm.storage.regular_files import read_bytes
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+# Limit of most file systems.
+_MAX_NAME_BYTES = 255
 # Name on the command line and in config.json → name in the header, and NumPy dtype.
 DTYPES: dict[str, tuple[str, Any]] = dict(
     zip(SAFETENSORS_DTYPES, (('BF16', ml_dtypes.bfloat16), ('F16', np.float16), ('F32', np.float32)), strict=True)
@@ -251,8 +253,9 @@ def _weight_map(directory: Path) -> dict[str, str]:
             raise ValueError('weight_map must not be empty')
         for name in set(weight_map.values()):
             # An index of unknown origin must not reference files outside of its directory.
-            if Path(name).name != name:
-                raise ValueError(f'{name!r} must be the name of a file in this directory')
+            is_name = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
+            if not is_name or Path(name).name != name:
+                raise ValueError(f'{name!r:.100} must be the name of a file in this directory')
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; check the directory of the model') from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from maxlm.config.sections.model import KV_CACHE_DTYPES
-from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
+from maxlm.inference.engine.checks import check_request, check_settings
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.grammar import CompiledGrammar, Grammars, wait_for_masks
@@ -79,14 +78,7 @@ class Engine:
             InputError: an argument is out of range, or the mesh does not support a cache.
         """
         context = model.config.model.max_positions
-        if not 0 <= max_context <= context:
-            raise InputError(
-                f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
-            )
-        if cache not in KV_CACHE_DTYPES:
-            raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
-        if max_queue_size < 0:
-            raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')
+        check_settings(context, max_context=max_context, cache=cache, max_queue_size=max_queue_size)
         self.max_context = max_context or context
         self._compiled = CompiledFunctions(
             model.config,
@@ -143,26 +135,10 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit, or contains ids unknown to the tokenizer or the model."""
-        prompt_length, context = len(request.prompt), self.max_context
-        if prompt_length + request.max_tokens > context:
-            raise InputError(
-                f'max_tokens={request.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
-                f'{context}; use at most {max(0, context - prompt_length)} tokens, or shorten the prompt'
-            )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self._num_ids:
-            raise InputError(f'token ids of the prompt must be from 0 to {self._num_ids - 1}')
+        check_request(request, max_context=self.max_context, num_ids=self._num_ids)
 
     def prepare(self, request: Request, is_cancelled: Callable[[], bool] | None = None) -> Request:
-        """Compiles the grammar of a request, which can take seconds, and returns the request with it.
-
-        Args:
-            request: a request, with or without a grammar.
-            is_cancelled: called several times per second. If it returns True, compilation ends.
-
-        Raises:
-            InputError: the grammar is invalid or too complex.
-            GrammarsBusyError: too many other grammars are in use. Also see `Grammars.compile`.
-        """
+        """Compiles the grammar of a request, if any, and returns the request with it. See `Grammars.compile`."""
         if not isinstance(request.grammar, str) or not request.grammar:
             return request
         return dataclasses.replace(request, grammar=self._grammars.compile(request.grammar, is_cancelled))
@@ -333,25 +309,18 @@ class Engine:
     def _receive_masks(self) -> None:
         """Receives token masks, and ends the samples that their grammar ends.
 
-        Samples without a mask sit out the next call. If others can take part in it, it is only delayed a little.
+        Samples without a mask sit out the next call.
         """
-        samples = [sample for sample in self._running if sample.matcher is not None and sample.num_generated]
-        matchers = [sample.matcher for sample in samples if sample.matcher is not None]
+        samples = [sample for sample in self._running if sample.num_generated]
         delay = self._burst.mask_delay if self._active() or self._has_prefill else None
-        wait_for_masks(matchers, delay)
+        wait_for_masks([sample.matcher for sample in samples if sample.matcher is not None], delay)
         for sample in samples:
             if (end := sample.grammar_end()) is not None:
                 self._finish(sample, *end)
 
     def _active(self) -> list[tuple[int, ActiveSequence]]:
         """Returns the slots and samples that are prefilled, need more tokens, and have a mask if they need one."""
-        return [
-            (slot.number, slot.sample)
-            for slot in self._slots
-            if slot.sample is not None
-            and 0 < slot.sample.num_dispatched < slot.sample.request.max_tokens
-            and (slot.sample.matcher is None or slot.sample.matcher.mask is not None)
-        ]
+        return [(slot.number, each) for slot in self._slots if (each := slot.sample) is not None and each.can_decode]
 
     def _decode(self) -> None:
         """Dispatches a decoding call for every sequence that can take part in it."""

@@ -31,7 +31,7 @@ _MIB = 1 << 20
 # Limits of one grammar. The worker has a lower limit of CPU time for a mask.
 LIMITS = ProcessLimits(
     cpu_seconds=5.0,
-    memory_bytes=384 * _MIB,
+    memory_bytes=256 * _MIB,
     memory_per_byte=64,
     output_bytes=8 * _MIB,
     output_per_byte=0,
@@ -47,6 +47,7 @@ MAX_GRAMMARS, MAX_BYTES = 64, 1024 * _MIB
 REFUSED_SECONDS, MAX_REFUSED = 600.0, 1024
 # State after a token: more tokens follow; the text is complete; no token may follow.
 CONTINUES, COMPLETE, DEAD_END = b'+', b'.', b'!'
+_TOO_COMPLEX = 'the schema is too complex'
 _COMPACT = {'whitespace_flexible': False, 'item_separator': ',', 'key_separator': ':'}
 # Maximum time for which the engine waits for masks if no sample has one. It then checks for new requests.
 IDLE_SECONDS = 0.01
@@ -54,6 +55,10 @@ IDLE_SECONDS = 0.01
 MIN_MASK_SECONDS = 0.002
 # A word of a mask that allows all of its tokens.
 ALL_TOKENS = np.int32(-1)
+
+
+class TooComplexError(InputError):
+    """Compilation of a grammar, or a mask, exceeded a limit."""
 
 
 class GrammarsBusyError(Exception):
@@ -118,13 +123,15 @@ class Grammars:
         with self._lock:
             until, reason = self._refused.get(key, (0.0, ''))
             if time.monotonic() < until:
-                raise InputError(reason)
+                raise (TooComplexError if _TOO_COMPLEX in reason else InputError)(reason)
             found = self._compiled.get(key)
             if found is not None and not found.error:
                 self._compiled.move_to_end(key)
                 return found
             if len(self._in_use) >= MAX_GRAMMARS or sum(each.num_bytes for each in self._in_use) > MAX_BYTES:
                 raise GrammarsBusyError
+        if is_cancelled is not None and is_cancelled():
+            raise RequestCancelledError
         process = self._fork()
         try:
             result = process.ask(b'C' + grammar.encode(errors='replace'), is_cancelled)
@@ -136,11 +143,11 @@ class Grammars:
             raise InputError(f'grammar: {error}') from None
         except LimitError as error:
             reason = (
-                f'grammar: the schema is too complex: its compilation {error}; use fewer alternatives and names, '
+                f'grammar: {_TOO_COMPLEX}: its compilation {error}; use fewer alternatives and names, '
                 'shorter patterns, or smaller numbers'
             )
             self._refuse(key, reason)
-            raise InputError(reason) from None
+            raise TooComplexError(reason) from None
         first_mask = np.frombuffer(result, np.int32, offset=8)
         compiled = CompiledGrammar(
             process, first_mask, int.from_bytes(result[:8]), lambda reason: self._refuse(key, f'grammar: {reason}')
@@ -226,11 +233,12 @@ class CompiledGrammar:
         # Samples that wait for results, in the order of their requests; None: nobody waits for the result.
         self._requests: collections.deque[TokenMatcher | None] = collections.deque()
         self._deadline = 0.0
-        self._num_started = 0
+        self._num_started = self._num_open = 0
 
     def start(self) -> TokenMatcher:
         """Returns a matcher at the beginning of a text."""
         self._num_started += 1
+        self._num_open += 1
         return TokenMatcher(self, self._num_started)
 
     def send(self, request: bytes, matcher: TokenMatcher | None) -> None:
@@ -260,13 +268,14 @@ class CompiledGrammar:
             self._fail(error)
 
     def release(self, matcher: TokenMatcher) -> None:
-        """Ends a sample. Kills the process if it still works for this sample, and for no other one."""
-        if self.error:
+        """Ends a sample. Kills the process if it works for this sample only."""
+        self._num_open -= 1
+        if self.error or matcher.mask is self.first_mask:
             return
         if matcher.is_waiting:
             self._requests = collections.deque(None if each is matcher else each for each in self._requests)
-            if not any(self._requests):
-                self.error = 'cancelled'
+            if not self._num_open:
+                self.error = 'the request was cancelled'
                 self._process.close()
                 return
         self.send(b'D%d' % matcher.number, None)
@@ -277,7 +286,7 @@ class CompiledGrammar:
 
     def _fail(self, error: Exception) -> None:
         self._process.close()
-        self.error = f'the schema is too complex to continue the response: the next token {error}; simplify it'
+        self.error = f'{_TOO_COMPLEX} to continue the response: the next token {error}; simplify it'
         self._on_failure(self.error)
         requests, self._requests = self._requests, collections.deque()
         for matcher in filter(None, requests):
@@ -301,7 +310,6 @@ class TokenMatcher:
         self.is_complete = False
         self.failure = ''
         self.sent = 0.0
-        self._is_started = False
 
     @property
     def is_waiting(self) -> bool:
@@ -312,7 +320,6 @@ class TokenMatcher:
         """Adds a token to the text. The other attributes are known when `is_waiting` becomes False."""
         self.mask = None
         self.sent = time.monotonic()
-        self._is_started = True
         if self.grammar.error:
             self.failure = self.grammar.error
         else:
@@ -329,10 +336,8 @@ class TokenMatcher:
             self.failure = result[1:].decode()
 
     def close(self) -> None:
-        """Ends the text."""
-        if self._is_started:
-            self._is_started = False
-            self.grammar.release(self)
+        """Ends the text. Must be called once."""
+        self.grammar.release(self)
 
 
 def wait_for_masks(matchers: Collection[TokenMatcher], delay: float | None) -> None:

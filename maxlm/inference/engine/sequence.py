@@ -97,6 +97,12 @@ class ActiveSequence:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
 
+    @property
+    def can_decode(self) -> bool:
+        """True if the sample is prefilled, needs more tokens, and has a mask if it needs one."""
+        has_mask = self.matcher is None or self.matcher.mask is not None
+        return 0 < self.num_dispatched < self.request.max_tokens and has_mask
+
     def grammar_end(self) -> tuple[FinishReason, str] | None:
         """Returns the reason for the end of the text and an error or '', or None if more tokens follow."""
         matcher = self.matcher

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from maxlm.data.documents.tools import parse_tools
+from maxlm.errors import InputError
+from maxlm.inference.engine.grammar import json_grammar
+from maxlm.inference.json_schemas import MAX_SCHEMA_CHARACTERS
 from maxlm.inference.tool_calls import call_grammar
 from maxlm.serving.schema.base import RequestObject
 from maxlm.serving.schema.errors import ApiError
@@ -56,11 +59,13 @@ class CallOptions(NamedTuple):
         tools: tools that the prompt shows, as JSON.
         grammar: grammar of the response.
         is_required: the response consists of calls only.
+        parts: grammar of the arguments of each function, by the name of the parameter.
     """
 
     tools: list[dict[str, Any]]
     grammar: str
     is_required: bool
+    parts: dict[str, str]
 
 
 def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | None) -> CallOptions | None:
@@ -101,12 +106,23 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
         raise ApiError(400, str(error), param='tools') from error
     schemas = {tool['function']['name']: tool['function'].get('parameters', _NO_ARGUMENTS) for tool in shown}
     is_required = choice == 'required' or named is not None
+    parts: dict[str, str] = {}
+    for index, (name, schema) in enumerate(schemas.items()):
+        param = f'tools[{index}].function.parameters'
+        try:
+            parts |= {param: json_grammar(schema, param)} if named in (None, name) else {}
+        except InputError as error:
+            raise ApiError(400, str(error), param=param) from error
+    if sum(map(len, parts.values())) > MAX_SCHEMA_CHARACTERS:
+        raise ApiError(
+            400, f'tools: all parameters together have more than {MAX_SCHEMA_CHARACTERS} characters', param='tools'
+        )
     grammar = call_grammar(
         schemas if named is None else {named: schemas[named]},
         is_required=is_required,
         is_single=parallel is False or named is not None,
     )
-    return CallOptions(shown, grammar, is_required)
+    return CallOptions(shown, grammar, is_required, parts)
 
 
 def _names(tools: Sequence[Tool]) -> set[str]:

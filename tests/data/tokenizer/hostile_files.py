@@ -183,6 +183,10 @@ REJECTED = {
         'added_tokens: can have 99',
     ),
     'repeated text': (tokenizer_file(post_processor=template([A] * 100)), 'post_processor: repeats a text 100 times'),
+    'spaces that include spaces': (
+        tokenizer_file(added=[token(' ', 200, lstrip=True)]),
+        'added_tokens: a token of white space has lstrip',
+    ),
     'many pieces': (tokenizer_file(post_processor=template([X] * 100_000)), 'post_processor: has 100,000 pieces'),
     'many ids': (
         tokenizer_file(post_processor=template([X] * 200, ids=1000)),

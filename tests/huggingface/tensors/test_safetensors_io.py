@@ -169,7 +169,13 @@ def test_a_tensor_in_two_shards(sharded):
     refused(sharded, 'model-00002-of-00003.safetensors', 'tensor a is also in model-00001-of-00003.safetensors')
 
 
-@pytest.mark.parametrize('name', ['../single/model.safetensors', '/etc/passwd', 'sub/x.safetensors', 3])
+@pytest.mark.parametrize(
+    'name',
+    [
+        *('../single/model.safetensors', '/etc/passwd', 'sub/x.safetensors', 3),
+        *('x' * 5000, 'ü' * 200, 'x\ny', 'x\0y', '\ud800.safetensors', '.'),
+    ],
+)
 def test_an_index_with_paths_outside_of_the_directory(sharded, single, name):
     change_index(sharded, lambda index: index['weight_map'].update(a=name))
     refused(sharded, 'model.safetensors.index.json', 'weight_map')

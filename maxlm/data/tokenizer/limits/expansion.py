@@ -10,10 +10,11 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import functools
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -24,7 +25,7 @@ from maxlm.errors import InputError
 _MAX_STEPS = 64
 # XLNet has the normalizer with the largest factor: 1,089.
 _MAX_NORMALIZER_FACTOR = 2048
-_MAX_FACTOR = 64
+_MAX_PRE_TOKENIZER_FACTOR, _MAX_DECODER_FACTOR = 16, 64
 # Maximum number of characters of a pattern that is no regular expression, and of all regular expressions.
 _MAX_PATTERN, _MAX_REGEX = 1000, 20_000
 # Maximum number of added tokens and of their bytes after normalization, for each of which the library needs 75 bytes.
@@ -34,11 +35,8 @@ _MAX_TEMPLATE_IDS = 2**16
 # WordPiece needs quadratic time in the length of a word, and Unigram in the length of the longest token.
 _MAX_WORD, _MAX_UNIGRAM_TOKEN = 256, 256
 _MAX_AFFIX = 64
-# Texts below this size are not measured before they are encoded.
-_UNMEASURED_CHARACTERS, _UNMEASURED_BYTES = 2**14, 2**28
-# Maximum number of normalized bytes: NFKC and the map of SentencePiece write up to 11 bytes per byte.
-_MAX_BYTES_PER_BYTE, _MAX_EXTRA_BYTES = 12, 2**26
-_CHUNK = 2**22
+# Maximum factor of all steps before the model.
+MAX_TEXT_FACTOR = _MAX_NORMALIZER_FACTOR * _MAX_PRE_TOKENIZER_FACTOR
 
 
 def _size(value: Any) -> int:
@@ -67,6 +65,14 @@ def _precompiled(step: Mapping[str, Any]) -> float:
     if size % 4 or size > len(content) - 4:
         raise InputError('precompiled_charsmap is damaged; download the file again')
     return float(max(1, *map(len, content[4 + size :].split(b'\0'))))
+
+
+def _strip(step: Mapping[str, Any]) -> float:
+    start, stop = (value if isinstance(value, int) else 0 for value in (step.get('start'), step.get('stop')))
+    # The library panics on tokens that are shorter than both parts.
+    if stop > 1 or (start and stop):
+        raise InputError(f'Strip with start={start} and stop={stop} fails for short tokens; use another tokenizer')
+    return 1.0
 
 
 _Factor = Callable[[Mapping[str, Any]], float]
@@ -108,13 +114,13 @@ _DECODERS: dict[str, float | _Factor] = {
     'Fuse': 1.0,
     'Metaspace': 1.0,
     'Replace': _replace,
-    'Strip': 1.0,
+    'Strip': _strip,
     'WordPiece': 2.0,
 }
 _PARTS: dict[str, tuple[str, Mapping[str, float | _Factor], int]] = {
     'normalizer': ('normalizers', _NORMALIZERS, _MAX_NORMALIZER_FACTOR),
-    'pre_tokenizer': ('pretokenizers', _PRE_TOKENIZERS, _MAX_FACTOR),
-    'decoder': ('decoders', _DECODERS, _MAX_FACTOR),
+    'pre_tokenizer': ('pretokenizers', _PRE_TOKENIZERS, _MAX_PRE_TOKENIZER_FACTOR),
+    'decoder': ('decoders', _DECODERS, _MAX_DECODER_FACTOR),
 }
 
 
@@ -140,21 +146,15 @@ def regexes_of(facts: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(regex for regex in found if isinstance(regex, str)))
 
 
-def check_expansion(library: tokenizers.Tokenizer, texts: Sequence[str]) -> None:
-    """Raises InputError if the normalizer expands texts by far more than the normalizers of published tokenizers."""
-    size = sum(map(len, texts))
-    if size <= _UNMEASURED_CHARACTERS or library.normalizer is None:
-        return
-    factor = _factor('normalizer', json.loads(library.normalizer.__getstate__()))
-    # At most 4 bytes per character.
-    if 4 * size * factor <= _UNMEASURED_BYTES:
-        return
-    step, normalize = max(1, int(_CHUNK / factor)), library.normalizer.normalize_str
-    expanded = sum(len(normalize(text[at : at + step])) for text in texts for at in range(0, len(text), step))
-    if expanded > _MAX_BYTES_PER_BYTE * sum(map(_size, texts)) + _MAX_EXTRA_BYTES:
-        raise InputError(
-            f'the normalizer of the tokenizer expands {size:,} characters to {expanded:,}; use another tokenizer'
-        )
+def expansion_factor(library: tokenizers.Tokenizer) -> float:
+    """Returns the maximum number of bytes that a loaded tokenizer makes of one byte of a text before its model."""
+    parts = {'normalizer': library.normalizer, 'pre_tokenizer': library.pre_tokenizer}
+    return math.prod(_parsed_factor(name, part.__getstate__()) for name, part in parts.items() if part is not None)
+
+
+@functools.lru_cache(32)
+def _parsed_factor(name: str, state: bytes) -> float:
+    return _factor(name, json.loads(state))
 
 
 def _steps(node: Any, key: str) -> Iterator[dict[str, Any]]:
@@ -236,6 +236,10 @@ def _check_added(tokens: Any, factor: float) -> None:
     entries = [token for token in tokens if isinstance(token, dict)] if isinstance(tokens, list) else []
     if len(entries) > _MAX_ADDED:
         raise InputError(f'has {len(entries):,} tokens; the limit is {_MAX_ADDED:,}; use another tokenizer')
+    for token in entries:
+        # The library would scan all spaces of a run for each of them.
+        if (token.get('lstrip') or token.get('rstrip')) and not str(token.get('content')).strip():
+            raise InputError('a token of white space has lstrip or rstrip; use another tokenizer')
     size = sum(_size(token.get('content')) * (1.0 if token.get('normalized') is False else factor) for token in entries)
     if size > _MAX_ADDED_BYTES:
         raise InputError(f'can have {size:,.0f} bytes; the limit is {_MAX_ADDED_BYTES:,}; use another tokenizer')
