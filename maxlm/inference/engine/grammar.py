@@ -25,7 +25,13 @@ import numpy as np
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.json_schemas import schema_text
-from maxlm.sandbox.limited_process import LimitedProcess, LimitError, ProcessLimits, RequestCancelledError
+from maxlm.sandbox.limited_process import (
+    LimitedProcess,
+    LimitError,
+    ProcessKilledError,
+    ProcessLimits,
+    RequestCancelledError,
+)
 
 _MIB = 1 << 20
 # Limits of one grammar. The worker has a lower limit of CPU time for a mask.
@@ -125,7 +131,7 @@ class Grammars:
             if time.monotonic() < until:
                 raise (TooComplexError if _TOO_COMPLEX in reason else InputError)(reason)
             found = self._compiled.get(key)
-            if found is not None and not found.error:
+            if found is not None and found.is_alive:
                 self._compiled.move_to_end(key)
                 return found
             if len(self._in_use) >= MAX_GRAMMARS or sum(each.num_bytes for each in self._in_use) > MAX_BYTES:
@@ -141,6 +147,8 @@ class Grammars:
             process.close()
             self._refuse(key, f'grammar: {error}')
             raise InputError(f'grammar: {error}') from None
+        except ProcessKilledError as error:
+            raise GrammarsUnavailableError(f'the process for grammars {error}') from None
         except LimitError as error:
             reason = (
                 f'grammar: {_TOO_COMPLEX}: its compilation {error}; use fewer alternatives and names, '
@@ -235,6 +243,15 @@ class CompiledGrammar:
         self._deadline = 0.0
         self._num_started = self._num_open = 0
 
+    @property
+    def is_alive(self) -> bool:
+        """True if the process has not ended."""
+        try:
+            # Without a request, only the end of the process can be read.
+            return not self.error and (bool(self._requests) or not self._process.has_result())
+        except LimitError:
+            return False
+
     def start(self) -> TokenMatcher:
         """Returns a matcher at the beginning of a text."""
         self._num_started += 1
@@ -286,8 +303,11 @@ class CompiledGrammar:
 
     def _fail(self, error: Exception) -> None:
         self._process.close()
-        self.error = f'{_TOO_COMPLEX} to continue the response: the next token {error}; simplify it'
-        self._on_failure(self.error)
+        if isinstance(error, ProcessKilledError):
+            self.error = f'the process of the grammar {error}; send the request again'
+        else:
+            self.error = f'{_TOO_COMPLEX} to continue the response: the next token {error}; simplify it'
+            self._on_failure(self.error)
         requests, self._requests = self._requests, collections.deque()
         for matcher in filter(None, requests):
             matcher.failure = self.error

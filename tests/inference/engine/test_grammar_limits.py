@@ -114,6 +114,24 @@ def test_a_killed_process_is_replaced(grammars):
     assert (grammars.compile(json_grammar({'type': 'array'})).first_mask == before).all()
 
 
+def test_a_killed_process_of_a_grammar_is_not_the_fault_of_the_schema():
+    some = engine('llama, grouped')
+    request = Request(tuple(PROMPTS[0]), 20, grammar=json_grammar({'type': 'array', 'minItems': 43}))
+    process, deltas = suspended(some, request)
+    some.step()
+    process.kill()
+    while some.step():
+        pass
+    assert (deltas[-1].finish_reason, 'was killed; send the request again' in deltas[-1].error) == ('failed', True)
+    # Idle processes are replaced without an error.
+    assert some.complete([request])[0][0].finish_reason == 'length'
+    host = psutil.Process(host_pid(some._grammars))
+    for child in (*host.children(), host):
+        child.kill()
+        until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert some.complete([request])[0][0].finish_reason == 'length'
+
+
 def test_a_process_that_cannot_start(grammars, monkeypatch):
     monkeypatch.setattr('maxlm.sandbox.limited_process._SERVER', 'maxlm.nothing:serve')
     with pytest.raises(GrammarsUnavailableError, match='cannot start its process'):
@@ -244,7 +262,7 @@ def test_deep_schemas_are_refused_early():
     for depth in range(2000):
         schema = {'items': schema}
         if depth in (150, 1999):
-            with pytest.raises(InputError, match='nested deeper|must be valid JSON'):
+            with pytest.raises(InputError, match=r'nested deeper|must be valid JSON'):
                 json_grammar(schema)
 
 
