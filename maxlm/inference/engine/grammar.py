@@ -240,6 +240,8 @@ class CompiledGrammar:
         self._process, self._on_failure = process, on_failure
         # Samples that wait for results, in the order of their requests; None: nobody waits for the result.
         self._requests: collections.deque[TokenMatcher | None] = collections.deque()
+        # Samples that have ended since the last request.
+        self._ended: list[int] = []
         self._deadline = 0.0
         self._num_started = self._num_open = 0
 
@@ -258,13 +260,15 @@ class CompiledGrammar:
         self._num_open += 1
         return TokenMatcher(self, self._num_started)
 
-    def send(self, request: bytes, matcher: TokenMatcher | None) -> None:
-        """Sends a request. `poll` gives its result to the matcher."""
+    def send(self, token: int, matcher: TokenMatcher) -> None:
+        """Sends the next token of a sample. `poll` gives the result to the matcher."""
+        numbers = [matcher.number, token, *self._ended]
+        self._ended.clear()
         if not self._requests:
             self._deadline = time.monotonic() + MASK_WALL_SECONDS
         self._requests.append(matcher)
         try:
-            self._process.send(request)
+            self._process.send(b'N' + ' '.join(map(str, numbers)).encode())
         except LimitError as error:
             self._fail(error)
 
@@ -295,7 +299,7 @@ class CompiledGrammar:
                 self.error = 'the request was cancelled'
                 self._process.close()
                 return
-        self.send(b'D%d' % matcher.number, None)
+        self._ended.append(matcher.number)
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable if a result has arrived."""
@@ -343,7 +347,7 @@ class TokenMatcher:
         if self.grammar.error:
             self.failure = self.grammar.error
         else:
-            self.grammar.send(b'N%d %d' % (self.number, token), self)
+            self.grammar.send(token, self)
 
     def receive(self, result: bytes) -> None:
         """Updates the attributes from a result of the process."""
