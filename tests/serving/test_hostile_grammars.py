@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.hostile_schemas import HOSTILE_SCHEMAS
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.inference.engine import grammar as grammar_module
@@ -23,7 +24,6 @@ from tests.inference.engine.test_grammar_limits import host_pid
 from tests.inference.engines import DEAD_END, FAMILIES, MODEL, new_engine
 from tests.parameters import random_params
 from tests.serving.fake_engine import DETAILS, chat_tokenizer
-from tests.serving.hostile_schemas import HOSTILE_SCHEMAS
 from tests.serving.serving_thread import ServerThread, request_bytes, until
 from tests.small import small_config, small_layout
 
