@@ -24,7 +24,7 @@ import numpy as np
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.json_schemas import schema_text
+from maxlm.inference.engine.json_schemas import schema_text
 from maxlm.sandbox.limited_process import (
     LimitedProcess,
     LimitError,

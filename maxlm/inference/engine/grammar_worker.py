@@ -65,7 +65,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.vocabulary: Any = None
-        self.samples: dict[int, TokenMatcher] = {}
+        self.samples: dict[int, TextPosition] = {}
         self._matcher: Any = None
 
     def compile(self, grammar: str) -> bytes:
@@ -93,11 +93,11 @@ class _Worker:
                 return CONTINUES + words.tobytes()
         return DEAD_END + matcher.failure.encode()
 
-    def _start(self) -> TokenMatcher:
-        return TokenMatcher(self._matcher.deep_copy(), -(-self.vocabulary.vocab_size // 32))
+    def _start(self) -> TextPosition:
+        return TextPosition(self._matcher.deep_copy(), -(-self.vocabulary.vocab_size // 32))
 
 
-class TokenMatcher:
+class TextPosition:
     """Position of one text in a grammar."""
 
     def __init__(self, matcher: Any, size: int):

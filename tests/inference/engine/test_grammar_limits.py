@@ -21,8 +21,8 @@ from maxlm.inference.engine.grammar import (
     TooComplexError,
     json_grammar,
 )
+from maxlm.inference.engine.json_schemas import MAX_ELEMENTS, MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS
 from maxlm.inference.engine.requests import Request
-from maxlm.inference.json_schemas import MAX_ELEMENTS, MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS
 from maxlm.sandbox.limited_process import RequestCancelledError
 from tests.conftest import ROOT
 from tests.inference.engines import PROMPTS, engine, generate, requests_of
