@@ -5,6 +5,8 @@ completions over HTTP, and the settings run in turns. Ratios compare medians ove
 
 - Drafts: greedy completions of repeated text. A model that has not learned to repeat the prompt repeats itself.
 - Grammar: completions with a JSON schema, compared by time per token with completions of the same length without one.
+- Hostile: latency of completions without a schema while 8 clients send those of `benchmarks.hostile_schemas`, compared
+  with an idle server. The clients have the lowest priority, because they would run on other machines.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import concurrent.futures
 import http.client
 import json
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,6 +41,9 @@ RESPONSE_FORMAT = {'type': 'json_schema', 'json_schema': {'name': 'items', 'sche
 SENTENCE = 'The river runs past the mill, and the mill grinds the corn of the village. '
 REQUESTS_PER_CLIENT = 3
 MAX_TOKENS = 120
+HOSTILE_CLIENTS, HOSTILE_REQUESTS = 8, 100
+# Time for hostile clients to fill the queue of grammars, and for it to be empty again.
+ATTACK_SECONDS = 3.0
 
 
 def main(argv: list[str]) -> int:
@@ -57,6 +63,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--clients={options.clients}: must be positive numbers, with commas between them')
     plain = Server(options.checkpoint)
     try:
+        hostile = measure_hostile(plain, options.rounds)
         drafting = Server(options.checkpoint, f'--num-draft-tokens={options.num_draft_tokens}')
         try:
             clients = [int(part) for part in options.clients.split(',')]
@@ -71,8 +78,16 @@ def main(argv: list[str]) -> int:
             f'(ratio {result["draft_ratio"]:.2f}, {result["accepted_per_pass"]:.2f} accepted tokens per pass); '
             f'time per token with a grammar: ratio {result["grammar_ratio"]:.2f}'
         )
+    for name in ('p50', 'p99'):
+        idle, attacked = hostile['idle'][name], hostile['attacked'][name]
+        print(f'hostile schemas: {name} {idle:.4f} s idle, {attacked:.4f} s attacked (ratio {attacked / idle:.2f})')
     if options.output:
-        found = {'machine': machine(), 'num_draft_tokens': options.num_draft_tokens, 'results': results}
+        found = {
+            'machine': machine(),
+            'num_draft_tokens': options.num_draft_tokens,
+            'results': results,
+            'hostile': hostile,
+        }
         options.output.write_text(json.dumps(found, indent=1) + '\n')
     return EXIT_DONE
 
@@ -105,6 +120,54 @@ def measure(plain: Server, drafting: Server, clients: int, rounds: int) -> dict[
     }
 
 
+def measure_hostile(server: Server, rounds: int) -> dict[str, Any]:
+    """Returns quantiles of the latency of requests without a schema, with and without hostile clients."""
+    seconds: dict[str, list[float]] = {'idle': [], 'attacked': []}
+    latencies(server)
+    for _ in range(rounds):
+        seconds['idle'] += latencies(server)
+        command = [sys.executable, '-m', 'benchmarks.hostile_schemas', *map(str, server.address), str(HOSTILE_CLIENTS)]
+        clients = subprocess.Popen(['nice', '-n', '19', *command], stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(ATTACK_SECONDS)
+            seconds['attacked'] += latencies(server)
+        finally:
+            clients.kill()
+            clients.wait()
+        # Compilations end when their clients have left.
+        time.sleep(ATTACK_SECONDS)
+    quantiles = {name: statistics.quantiles(values, n=100) for name, values in seconds.items()}
+    return {
+        'clients': HOSTILE_CLIENTS,
+        'requests': len(seconds['idle']),
+        **{name: {'p50': values[49], 'p99': values[98]} for name, values in quantiles.items()},
+        'p50_ratio': quantiles['attacked'][49] / quantiles['idle'][49],
+        'p99_ratio': quantiles['attacked'][98] / quantiles['idle'][98],
+    }
+
+
+def latencies(server: Server) -> list[float]:
+    """Returns the latencies of successive requests of one client."""
+    seconds = []
+    for _ in range(HOSTILE_REQUESTS):
+        start = time.perf_counter()
+        send(server, {'prompt': SENTENCE, 'max_tokens': 64, 'temperature': 0, 'ignore_eos': True})
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def send(server: Server, body: dict[str, Any]) -> int:
+    """Returns the number of tokens of a completion."""
+    connection = http.client.HTTPConnection(*server.address, timeout=600)
+    connection.request('POST', '/v1/completions', json.dumps(body), {'Content-Type': 'application/json'})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    if response.status != 200:
+        raise SystemExit(f'the server answered {response.status}: {text[:500]}')
+    return int(json.loads(text)['usage']['completion_tokens'])
+
+
 def rate(server: Server, clients: int, fields: dict[str, Any]) -> float:
     """Returns the tokens per second of `clients` concurrent clients."""
 
@@ -115,16 +178,7 @@ def rate(server: Server, clients: int, fields: dict[str, Any]) -> float:
             'temperature': 0,
             'seed': number,
         }
-        connection = http.client.HTTPConnection(*server.address, timeout=600)
-        connection.request(
-            'POST', '/v1/completions', json.dumps({**body, **fields}), {'Content-Type': 'application/json'}
-        )
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        if response.status != 200:
-            raise SystemExit(f'the server answered {response.status}: {text[:500]}')
-        return int(json.loads(text)['usage']['completion_tokens'])
+        return send(server, {**body, **fields})
 
     with concurrent.futures.ThreadPoolExecutor(clients) as pool:
         start = time.perf_counter()

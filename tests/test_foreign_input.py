@@ -27,6 +27,7 @@ OWN_MESSAGES = {
     'sandbox/pool.py': 'pipe from the supervisor of a sandbox',
     'sandbox/worker.py': 'command line from the pool of sandboxes',
     'sandbox/program/function_call.py': 'pipe from the pool of sandboxes',
+    'inference/engine/grammar_worker.py': 'vocabulary from the process of the engine',
     'inference/tools/environment.py': 'broadcast between the processes of a run',
     'checkpoint/manager.py': 'broadcast between the processes of a run',
     'runtime/heartbeat.py': 'key-value store of the processes of a run',

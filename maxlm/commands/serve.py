@@ -6,6 +6,7 @@ import argparse
 
 import jax
 
+from maxlm.commands.api_key import API_KEY
 from maxlm.errors import InputError
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
@@ -13,7 +14,6 @@ from maxlm.inference.resolve_model import default_model_name, resolved_checkpoin
 from maxlm.log import Console, logger
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.runtime.malloc import trim_malloc
-from maxlm.serving.api_key import API_KEY
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ModelDetails, ServedModel
 from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, server_url

@@ -101,6 +101,10 @@ class ProcessFailedError(LimitError):
     """The function raised an exception other than InputError, or its process crashed."""
 
 
+class ProcessKilledError(LimitError):
+    """The process was killed from outside, e.g. because the machine has no memory left."""
+
+
 class RequestCancelledError(LimitError):
     """The caller of a request does not need its result any more."""
 
@@ -248,6 +252,8 @@ class LimitedProcess:
             code = self._running.end(_EXIT_SECONDS)
             if code == -signal.SIGPROF:
                 raise TimeLimitError(f'takes more than {self._limits.cpu_seconds:g} s of CPU time') from None
+            if code in (None, -signal.SIGKILL):
+                raise ProcessKilledError('was killed') from None
             # Libraries in Rust and C++ abort if they cannot allocate memory.
             kind = NO_MEMORY if code == -signal.SIGABRT else FAILED
             raise self._error(kind, f'ends its process with exit code {code}') from None
@@ -285,7 +291,8 @@ class LimitedProcess:
             if (connection := self._running.connection) is not None:
                 connection.settimeout(_START_SECONDS)
                 send(connection, END, process_id)
-                return int(receive(connection)[1])
+                code = receive(connection)[1]
+                return int(code) if code else None
         return None
 
     def _error(self, kind: bytes, message: str) -> Exception:

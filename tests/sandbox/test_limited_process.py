@@ -18,6 +18,7 @@ from maxlm.sandbox.limited_process import (
     MemoryLimitError,
     OutputLimitError,
     ProcessFailedError,
+    ProcessKilledError,
     ProcessLimits,
     TimeLimitError,
 )
@@ -197,7 +198,7 @@ def test_forks_end_with_their_parent():
     (child,) = process_of(process).children()
     process.close()
     child.wait(30)
-    with pytest.raises(ProcessFailedError):
+    with pytest.raises(ProcessKilledError):
         fork.result()
 
 

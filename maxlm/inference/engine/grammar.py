@@ -24,8 +24,14 @@ import numpy as np
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.json_schemas import schema_text
-from maxlm.sandbox.limited_process import LimitedProcess, LimitError, ProcessLimits, RequestCancelledError
+from maxlm.inference.engine.json_schemas import schema_text
+from maxlm.sandbox.limited_process import (
+    LimitedProcess,
+    LimitError,
+    ProcessKilledError,
+    ProcessLimits,
+    RequestCancelledError,
+)
 
 _MIB = 1 << 20
 # Limits of one grammar. The worker has a lower limit of CPU time for a mask.
@@ -125,7 +131,7 @@ class Grammars:
             if time.monotonic() < until:
                 raise (TooComplexError if _TOO_COMPLEX in reason else InputError)(reason)
             found = self._compiled.get(key)
-            if found is not None and not found.error:
+            if found is not None and found.is_alive:
                 self._compiled.move_to_end(key)
                 return found
             if len(self._in_use) >= MAX_GRAMMARS or sum(each.num_bytes for each in self._in_use) > MAX_BYTES:
@@ -141,6 +147,8 @@ class Grammars:
             process.close()
             self._refuse(key, f'grammar: {error}')
             raise InputError(f'grammar: {error}') from None
+        except ProcessKilledError as error:
+            raise GrammarsUnavailableError(f'the process for grammars {error}') from None
         except LimitError as error:
             reason = (
                 f'grammar: {_TOO_COMPLEX}: its compilation {error}; use fewer alternatives and names, '
@@ -232,8 +240,19 @@ class CompiledGrammar:
         self._process, self._on_failure = process, on_failure
         # Samples that wait for results, in the order of their requests; None: nobody waits for the result.
         self._requests: collections.deque[TokenMatcher | None] = collections.deque()
+        # Samples that have ended since the last request.
+        self._ended: list[int] = []
         self._deadline = 0.0
         self._num_started = self._num_open = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process has not ended."""
+        try:
+            # Without a request, only the end of the process can be read.
+            return not self.error and (bool(self._requests) or not self._process.has_result())
+        except LimitError:
+            return False
 
     def start(self) -> TokenMatcher:
         """Returns a matcher at the beginning of a text."""
@@ -241,13 +260,15 @@ class CompiledGrammar:
         self._num_open += 1
         return TokenMatcher(self, self._num_started)
 
-    def send(self, request: bytes, matcher: TokenMatcher | None) -> None:
-        """Sends a request. `poll` gives its result to the matcher."""
+    def send(self, token: int, matcher: TokenMatcher) -> None:
+        """Sends the next token of a sample. `poll` gives the result to the matcher."""
+        numbers = [matcher.number, token, *self._ended]
+        self._ended.clear()
         if not self._requests:
             self._deadline = time.monotonic() + MASK_WALL_SECONDS
         self._requests.append(matcher)
         try:
-            self._process.send(request)
+            self._process.send(b'N' + ' '.join(map(str, numbers)).encode())
         except LimitError as error:
             self._fail(error)
 
@@ -278,7 +299,7 @@ class CompiledGrammar:
                 self.error = 'the request was cancelled'
                 self._process.close()
                 return
-        self.send(b'D%d' % matcher.number, None)
+        self._ended.append(matcher.number)
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable if a result has arrived."""
@@ -286,8 +307,11 @@ class CompiledGrammar:
 
     def _fail(self, error: Exception) -> None:
         self._process.close()
-        self.error = f'{_TOO_COMPLEX} to continue the response: the next token {error}; simplify it'
-        self._on_failure(self.error)
+        if isinstance(error, ProcessKilledError):
+            self.error = f'the process of the grammar {error}; send the request again'
+        else:
+            self.error = f'{_TOO_COMPLEX} to continue the response: the next token {error}; simplify it'
+            self._on_failure(self.error)
         requests, self._requests = self._requests, collections.deque()
         for matcher in filter(None, requests):
             matcher.failure = self.error
@@ -323,7 +347,7 @@ class TokenMatcher:
         if self.grammar.error:
             self.failure = self.grammar.error
         else:
-            self.grammar.send(b'N%d %d' % (self.number, token), self)
+            self.grammar.send(token, self)
 
     def receive(self, result: bytes) -> None:
         """Updates the attributes from a result of the process."""

@@ -7,8 +7,7 @@ forked for each grammar. A request consists of one letter and its argument:
 |---|---|---|
 | V | JSON with the vocabulary | |
 | C | grammar | memory in 8 bytes, mask of the first token |
-| N | sample and token, both decimal | state after the token, and the next mask unless the text has ended |
-| D | sample | the sample has ended |
+| N | sample, token, samples that have ended | state after the token, and the next mask unless the text has ended |
 
 Shapes: W words of 32 tokens each.
 """
@@ -54,11 +53,10 @@ def answer(request: bytes) -> bytes:
         with _low_priority():
             mask = _worker.compile(argument.decode())
         return max(0, _resident_bytes() - before).to_bytes(8) + mask
-    if kind == b'D':
-        _worker.samples.pop(int(argument), None)
-        return b''
     limit_cpu(MASK_SECONDS)
-    sample, token = map(int, argument.split())
+    sample, token, *ended = map(int, argument.split())
+    for number in ended:
+        _worker.samples.pop(number, None)
     return _worker.next_mask(sample, token)
 
 
@@ -67,7 +65,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.vocabulary: Any = None
-        self.samples: dict[int, TokenMatcher] = {}
+        self.samples: dict[int, TextPosition] = {}
         self._matcher: Any = None
 
     def compile(self, grammar: str) -> bytes:
@@ -95,11 +93,11 @@ class _Worker:
                 return CONTINUES + words.tobytes()
         return DEAD_END + matcher.failure.encode()
 
-    def _start(self) -> TokenMatcher:
-        return TokenMatcher(self._matcher.deep_copy(), -(-self.vocabulary.vocab_size // 32))
+    def _start(self) -> TextPosition:
+        return TextPosition(self._matcher.deep_copy(), -(-self.vocabulary.vocab_size // 32))
 
 
-class TokenMatcher:
+class TextPosition:
     """Position of one text in a grammar."""
 
     def __init__(self, matcher: Any, size: int):

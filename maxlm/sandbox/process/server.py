@@ -55,7 +55,8 @@ def serve(connection: socket.socket, settings: str) -> None:
                 size = _address_space()
                 continue
             if kind == END:
-                send(connection, RESULT, str(forks.end(int(request))).encode())
+                code = forks.end(int(request))
+                send(connection, RESULT, b'' if code is None else str(code).encode())
                 continue
             _limit_memory(size + limits['memory_bytes'] + limits['memory_per_byte'] * len(request))
             limit_cpu(limits['cpu_seconds'])

@@ -11,7 +11,7 @@ from pydantic import Field
 from maxlm.data.documents.tools import parse_tools
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import json_grammar
-from maxlm.inference.json_schemas import MAX_SCHEMA_CHARACTERS
+from maxlm.inference.engine.json_schemas import MAX_SCHEMA_CHARACTERS
 from maxlm.inference.tool_calls import call_grammar
 from maxlm.serving.schema.base import RequestObject
 from maxlm.serving.schema.errors import ApiError

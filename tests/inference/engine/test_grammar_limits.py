@@ -21,8 +21,8 @@ from maxlm.inference.engine.grammar import (
     TooComplexError,
     json_grammar,
 )
+from maxlm.inference.engine.json_schemas import MAX_ELEMENTS, MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS
 from maxlm.inference.engine.requests import Request
-from maxlm.inference.json_schemas import MAX_ELEMENTS, MAX_SCHEMA_CHARACTERS, MAX_STRING_CHARACTERS
 from maxlm.sandbox.limited_process import RequestCancelledError
 from tests.conftest import ROOT
 from tests.inference.engines import PROMPTS, engine, generate, requests_of
@@ -112,6 +112,24 @@ def test_a_killed_process_is_replaced(grammars):
     before = grammars.compile(ARRAY).first_mask
     os.kill(host_pid(grammars), signal.SIGKILL)
     assert (grammars.compile(json_grammar({'type': 'array'})).first_mask == before).all()
+
+
+def test_a_killed_process_of_a_grammar_is_not_the_fault_of_the_schema():
+    some = engine('llama, grouped')
+    request = Request(tuple(PROMPTS[0]), 20, grammar=json_grammar({'type': 'array', 'minItems': 43}))
+    process, deltas = suspended(some, request)
+    some.step()
+    process.kill()
+    while some.step():
+        pass
+    assert (deltas[-1].finish_reason, 'was killed; send the request again' in deltas[-1].error) == ('failed', True)
+    # Idle processes are replaced without an error.
+    assert some.complete([request])[0][0].finish_reason == 'length'
+    host = psutil.Process(host_pid(some._grammars))
+    for child in (*host.children(), host):
+        child.kill()
+        until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert some.complete([request])[0][0].finish_reason == 'length'
 
 
 def test_a_process_that_cannot_start(grammars, monkeypatch):
@@ -244,7 +262,7 @@ def test_deep_schemas_are_refused_early():
     for depth in range(2000):
         schema = {'items': schema}
         if depth in (150, 1999):
-            with pytest.raises(InputError, match='nested deeper|must be valid JSON'):
+            with pytest.raises(InputError, match=r'nested deeper|must be valid JSON'):
                 json_grammar(schema)
 
 

@@ -30,7 +30,7 @@ def schema_text(schema: Any, name: str) -> str:
         raise InputError(f'{name}: the schema must be valid JSON: {" ".join(str(error).split())[:200]}') from None
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise InputError(
-            f'{name}: the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARACTERS}; simplify it'
+            f'{name}: the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARACTERS}; use fewer names and shorter texts'
         )
     # (key of the value, value) of one level.
     level: list[tuple[str, Any]] = [('schema', schema)]
@@ -38,7 +38,7 @@ def schema_text(schema: Any, name: str) -> str:
         level = [pair for key, value in level for pair in _children(key, value, name)]
         if not level:
             return text
-    raise InputError(f'{name}: the schema is nested deeper than {MAX_DEPTH} levels; simplify it')
+    raise InputError(f'{name}: the schema is nested deeper than {MAX_DEPTH} levels; use fewer levels')
 
 
 def _children(key: str, value: Any, name: str) -> list[tuple[str, Any]]:

@@ -1,11 +1,24 @@
-"""JSON schemas whose compilation or token masks need much time or memory, or crash a compiler."""
+"""JSON schemas whose compilation or token masks need much time or memory, or crash a compiler, and clients for them.
+
+`python -m benchmarks.hostile_schemas HOST PORT CLIENTS` sends them until it is killed.
+"""
 
 from __future__ import annotations
 
+import http.client
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
+# Time between two requests of a client, so that the bodies, of up to 1.5 MB, are not the load that is measured.
+PAUSE_SECONDS = 0.2
 
-def nested(depth: int, wrap) -> dict[str, Any]:
+
+def nested(depth: int, wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
     """Returns a schema with `depth` levels."""
     schema: dict[str, Any] = {'type': 'integer'}
     for _ in range(depth):
@@ -51,3 +64,30 @@ HOSTILE_SCHEMAS: dict[str, dict[str, Any]] = {
     'a multiple of a large number': {'type': 'integer', 'multipleOf': 10**300 + 7},
     'patternProperties': {'type': 'object', 'patternProperties': {f'.*{i}.*': {} for i in range(60)}},
 }
+
+
+def body(schema: dict[str, Any], **fields: Any) -> bytes:
+    """Returns a completion request with a schema."""
+    response_format = {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': schema}}
+    return json.dumps({'prompt': 'hi', 'max_tokens': 100, 'response_format': response_format, **fields}).encode()
+
+
+def attack(host: str, port: int, client: int) -> None:
+    """Sends the schemas in turn, each time with a new number to be a multiple of."""
+    bodies = [body(schema, n=4) for schema in HOSTILE_SCHEMAS.values()]
+    for number in itertools.count(client):
+        new = body({'type': 'integer', 'multipleOf': 62_700_001 + 2 * (1000 * client + number)})
+        for content in (new, bodies[number % len(bodies)]):
+            connection = http.client.HTTPConnection(host, port, timeout=600)
+            try:
+                connection.request('POST', '/v1/completions', content, {'Content-Type': 'application/json'})
+                connection.getresponse().read()
+            except OSError:
+                pass
+            connection.close()
+            time.sleep(PAUSE_SECONDS)
+
+
+if __name__ == '__main__':
+    for client_number in range(int(sys.argv[3])):
+        threading.Thread(target=attack, args=(sys.argv[1], int(sys.argv[2]), client_number)).start()
