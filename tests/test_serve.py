@@ -145,7 +145,9 @@ def test_completions_equal_those_of_the_engine(complete, generate, model):
     assert complete([*b'Once'], temperature=0).choices[0].text == greedy.text
 
 
-def test_prefixes_are_not_shared_by_requests_without_a_common_salt(model, engine):
+def test_prefixes_are_not_shared_by_requests_without_a_common_salt(model):
+    # The engine of the other tests has a thread.
+    engine = Engine(model, num_slots=4)
     served = ServedModel(
         'tiny', model.step, model.tokenizer, model.chat, engine, DETAILS._replace(dim=model.config.model.dim)
     )

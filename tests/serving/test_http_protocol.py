@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import REPLY
-from tests.serving.protocol_harness import Harness
+from tests.serving.protocol_harness import Harness, parse_answers
 
 HOST = b'Host: 127.0.0.1'
 JSON = b'Content-Type: application/json'
@@ -203,3 +203,15 @@ def test_the_number_of_waiting_pipelined_requests_is_bounded():
     harness.close()
     assert [answer.status for answer in answers] == [200] * (num + 10)
     assert 0 < harness.max_waiting < num / 3
+
+
+def test_malformed_responses_are_detected():
+    body = b'HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}'
+    assert [answer.body for answer in parse_answers(body * 2)] == [b'{}'] * 2
+    for output in (
+        *(body + b'x', body[:-1], body[5:], body.replace(b': 2', b': 3')),
+        body.replace(b'\r\n\r\n', b'\r\ntransfer-encoding: chunked\r\n\r\n'),
+        body.replace(b'content-length: 2', b'content-length: 2\r\ncontent-length: 2'),
+    ):
+        with pytest.raises(AssertionError):
+            parse_answers(output)
