@@ -40,7 +40,7 @@ def check_entries(
             # Not os.path.lexists, which ignores errors such as a name that is too long.
             os.lstat(path)
             _check_entry(path, allowed, limit)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
             reason = os_message(error) if isinstance(error, OSError) else str(error)
