@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from maxlm import train
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -267,3 +267,13 @@ def test_damaged_parameters(dataset, trained):
     process = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == EXIT_BAD_INPUT
     assert_one_line(process.stderr, step)
+
+
+def test_messages_with_names_of_any_length_are_shortened(capsys):
+    def fail(argv):
+        raise InputError('long\n' + 'x' * 10**6)
+
+    assert exit_code(fail, []) == EXIT_BAD_INPUT
+    written = capsys.readouterr().err
+    assert written.startswith('error: long xxx')
+    assert len(written) < 5000

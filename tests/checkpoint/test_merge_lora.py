@@ -171,5 +171,5 @@ def test_missing_adapters(made):
     # No pattern matches a projection, so that nothing would be merged.
     for patterns in ((), ('other',)):
         model = small_config(**SETTINGS).model
-        with pytest.raises(InputError, match='base: no parameter has adapters, but model.lora_rank=3 in its config'):
+        with pytest.raises(InputError, match=r'base: no parameter has adapters, but model\.lora_rank=3 in its config'):
             MergedReader(ParamsReader(step), dataclasses.replace(model, lora_target_modules=patterns), 'base')
