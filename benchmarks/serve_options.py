@@ -41,7 +41,7 @@ RESPONSE_FORMAT = {'type': 'json_schema', 'json_schema': {'name': 'items', 'sche
 SENTENCE = 'The river runs past the mill, and the mill grinds the corn of the village. '
 REQUESTS_PER_CLIENT = 3
 MAX_TOKENS = 120
-HOSTILE_CLIENTS, HOSTILE_REQUESTS = 8, 100
+HOSTILE_CLIENTS, HOSTILE_REQUESTS = 8, 200
 # Time for hostile clients to fill the queue of grammars, and for it to be empty again.
 ATTACK_SECONDS = 3.0
 
