@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import KV_CACHE_DTYPES
 from maxlm.errors import InputError
-from maxlm.inference.engine.grammar import ALL_TOKENS, num_words
+from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
 from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
@@ -349,3 +350,15 @@ def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int
 
 def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
+
+
+def check_settings(context: int, *, max_context: int, cache: str, max_queue_size: int) -> None:
+    """Raises InputError if a setting of `Engine` is out of range. `context` is the context length of the model."""
+    if not 0 <= max_context <= context:
+        raise InputError(
+            f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
+        )
+    if cache not in KV_CACHE_DTYPES:
+        raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
+    if max_queue_size < 0:
+        raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from maxlm.inference.engine.grammar import MIN_MASK_SECONDS
+from maxlm.inference.engine.compiled_grammar import MIN_MASK_SECONDS
 
 # Target upper bound of the duration of a call, because new requests wait for its end.
 MAX_BURST_SECONDS = 0.08

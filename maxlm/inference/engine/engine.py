@@ -20,10 +20,10 @@ import numpy as np
 
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
-from maxlm.inference.engine.checks import check_request, check_settings
-from maxlm.inference.engine.compiled import CompiledFunctions
+from maxlm.inference.engine.compiled import CompiledFunctions, check_settings
+from maxlm.inference.engine.compiled_grammar import CompiledGrammar, wait_for_masks
 from maxlm.inference.engine.decode_burst import DecodeBurst
-from maxlm.inference.engine.grammar import CompiledGrammar, Grammars, wait_for_masks
+from maxlm.inference.engine.grammar import Grammars
 from maxlm.inference.engine.model_runner import DecodeCounts, SampledTokens
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
 from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
@@ -135,7 +135,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises InputError if a request does not fit, or contains ids unknown to the tokenizer or the model."""
-        check_request(request, max_context=self.max_context, num_ids=self._num_ids)
+        request.check(max_context=self.max_context, num_ids=self._num_ids)
 
     def prepare(self, request: Request, is_cancelled: Callable[[], bool] | None = None) -> Request:
         """Compiles the grammar of a request, if any, and returns the request with it. See `Grammars.compile`."""

@@ -7,7 +7,7 @@ forked for each grammar. A request consists of one letter and its argument:
 |---|---|---|
 | V | JSON with the vocabulary | |
 | C | grammar | memory in 8 bytes, mask of the first token |
-| N | sample, token, samples that have ended | state after the token, and the next mask unless the text has ended |
+| N | samples that have ended; pairs of a sample and a token | for each pair: length, state, and mask unless ended |
 
 Shapes: W words of 32 tokens each.
 """
@@ -27,7 +27,7 @@ import llguidance
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.engine.grammar import COMPLETE, CONTINUES, DEAD_END
+from maxlm.inference.engine.compiled_grammar import COMPLETE, CONTINUES, DEAD_END, SIZE_BYTES
 from maxlm.inference.tool_calls import BEGIN, END
 from maxlm.sandbox.process.server import limit_cpu
 
@@ -53,11 +53,16 @@ def answer(request: bytes) -> bytes:
         with _low_priority():
             mask = _worker.compile(argument.decode())
         return max(0, _resident_bytes() - before).to_bytes(8) + mask
-    limit_cpu(MASK_SECONDS)
-    sample, token, *ended = map(int, argument.split())
-    for number in ended:
-        _worker.samples.pop(number, None)
-    return _worker.next_mask(sample, token)
+    ended, _, pairs = argument.decode().partition(';')
+    for number in ended.split():
+        _worker.samples.pop(int(number), None)
+    numbers = iter(map(int, pairs.split()))
+    results = b''
+    for sample, token in zip(numbers, numbers, strict=True):
+        limit_cpu(MASK_SECONDS)
+        result = _worker.next_mask(sample, token)
+        results += len(result).to_bytes(SIZE_BYTES) + result
+    return results
 
 
 class _Worker:

@@ -30,7 +30,8 @@ def schema_text(schema: Any, name: str) -> str:
         raise InputError(f'{name}: the schema must be valid JSON: {" ".join(str(error).split())[:200]}') from None
     if len(text) > MAX_SCHEMA_CHARACTERS:
         raise InputError(
-            f'{name}: the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARACTERS}; use fewer names and shorter texts'
+            f'{name}: the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARACTERS}; use fewer names and '
+            'shorter texts'
         )
     # (key of the value, value) of one level.
     level: list[tuple[str, Any]] = [('schema', schema)]

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.engine.grammar import CompiledGrammar
+from maxlm.inference.engine.compiled_grammar import CompiledGrammar
 from maxlm.inference.sampling import Sampling
 
 # 'stop': end token or stop string; 'length': max_tokens reached; 'cancelled': request cancelled; 'failed': the grammar
@@ -80,6 +80,17 @@ class Request:
             raise InputError(f'stops: must be at most {MAX_STOPS} non-empty strings')
         if self.top_log_probs is not None and not 0 <= self.top_log_probs <= MAX_TOP_LOG_PROBS:
             raise InputError(f'top_log_probs={self.top_log_probs}: must be from 0 to {MAX_TOP_LOG_PROBS}')
+
+    def check(self, *, max_context: int, num_ids: int) -> None:
+        """Raises InputError if the request does not fit into the context, or an id is not below `num_ids`."""
+        prompt_length = len(self.prompt)
+        if prompt_length + self.max_tokens > max_context:
+            raise InputError(
+                f'max_tokens={self.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
+                f'{max_context}; use at most {max(0, max_context - prompt_length)} tokens, or shorten the prompt'
+            )
+        if not 0 <= min(self.prompt) <= max(self.prompt) < num_ids:
+            raise InputError(f'token ids of the prompt must be from 0 to {num_ids - 1}')
 
 
 class GeneratedToken(NamedTuple):

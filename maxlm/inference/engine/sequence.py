@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.compiled import PrefillChunk
-from maxlm.inference.engine.grammar import TokenMatcher
+from maxlm.inference.engine.compiled_grammar import TokenMatcher
 from maxlm.inference.engine.requests import (
     Completion,
     Delta,

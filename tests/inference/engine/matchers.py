@@ -1,6 +1,7 @@
 """Steps through the grammar of one text, token by token."""
 
-from maxlm.inference.engine.grammar import Grammars, wait_for_masks
+from maxlm.inference.engine.compiled_grammar import wait_for_masks
+from maxlm.inference.engine.grammar import Grammars
 
 
 class Matcher:

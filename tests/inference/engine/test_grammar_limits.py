@@ -205,7 +205,7 @@ def test_other_samples_do_not_wait_for_a_mask():
 def test_a_mask_without_an_end_fails_the_sample_alone(monkeypatch):
     some = engine('llama, grouped')
     alone = generate(some, PROMPTS[:1])
-    monkeypatch.setattr(grammar_module, 'MASK_WALL_SECONDS', 0.3)
+    monkeypatch.setattr('maxlm.inference.engine.compiled_grammar.MASK_WALL_SECONDS', 0.3)
     grammar = json_grammar({'type': 'array', 'minItems': 41})
     process, deltas = suspended(some, Request(tuple(PROMPTS[0]), 20, grammar=grammar))
     beside = []
