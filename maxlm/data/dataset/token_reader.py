@@ -119,5 +119,5 @@ class TokenReader:
                     raise
             else:
                 if (found := reader.num_records()) != num_records:
-                    raise ValueError(f'it has {found:,} records instead of {num_records:,}')
+                    raise ValueError(f'it must have {num_records:,} records, but has {found:,}')
                 return reader
