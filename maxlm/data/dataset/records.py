@@ -242,6 +242,13 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     return dataset
 
 
+def check_unlisted_files(dataset: DatasetManifest) -> None:
+    """Raises InputError if readers of the tokenizer would use a file that the manifest does not list."""
+    for name in (TEXT_BOUNDARIES_FILE, CHAT_TEMPLATE_FILE):
+        if name not in dataset.tokenizer_checksums and (dataset.path / name).exists():
+            raise InputError(f'{dataset.path / name} is not listed in {MANIFEST_NAME}; remove it')
+
+
 def verify(dataset: DatasetManifest) -> None:
     """Verifies the checksums of all files. Raises InputError for the first file that differs."""
     shards = {shard.name: shard.sha256 for split in dataset.splits.values() for shard in split.shards}

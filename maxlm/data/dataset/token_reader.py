@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
+from maxlm.data.chat.token_flags import token_ids
 from maxlm.data.dataset.manifest_files import reason_of, remedy
 from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.wait import wait_for_file
@@ -43,6 +44,8 @@ class TokenReader:
         self._path = dataset.path
         self._block = dataset.block
         self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
+        self._vocab_size = dataset.vocab_size
+        self._masked = dataset.masked
         self._fetched = fetched
         self._max_open = max_open
         self._forget_readers()
@@ -71,6 +74,10 @@ class TokenReader:
         tokens = stream[start - first : stop - first]
         if len(tokens) != stop - start:
             raise self._damaged(shard, f'tokens {start} to {stop} are incomplete')
+        # An embedding of an id without a row would be that of another token, without an error.
+        largest = int((token_ids(tokens) if self._masked else tokens).max())
+        if largest >= self._vocab_size:
+            raise self._damaged(shard, f'it contains id {largest}, but the vocabulary has {self._vocab_size} ids')
         return tokens
 
     def _damaged(self, shard: int, reason: str) -> InputError:

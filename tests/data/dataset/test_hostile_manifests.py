@@ -10,9 +10,11 @@ import shutil
 import pytest
 
 from maxlm.config.loading import load
+from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.preparation import read_progress, stop_reason
 from maxlm.data.dataset.records import dataset_fingerprint, load_manifest, save_manifest
 from maxlm.data.dataset.remote_manifest import parse_manifest
+from maxlm.data.loader.source import open_dataset
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 from maxlm.workdir.files import write_run_files
@@ -210,6 +212,28 @@ def test_shards_with_other_numbers_of_records_are_rejected(data):
     message = error_of(lambda: Sequences(dataset, 'train', 8)[0])
     assert f'{data / SHARD} is damaged: it has ' in message
     assert ' records instead of ' in message
+
+
+def test_ids_outside_the_vocabulary_are_rejected(data):
+    edit(data, lambda facts: facts.update(vocab_size=257))
+    dataset = load_manifest(data)
+    assert len(Sequences(dataset, 'train', 8)[0]['tokens']) > 0
+    edit(data, lambda facts: facts.update(vocab_size=100, end_of_document=99))
+    with pytest.raises(InputError, match='fingerprint'):
+        load_manifest(data)
+    smaller = dataclasses.replace(dataset, vocab_size=100)
+    message = error_of(lambda: Sequences(smaller, 'train', 8)[0])
+    assert message.startswith(f'{data / SHARD} is damaged: it contains id ')
+    assert ', but the vocabulary has 100 ids; ' in message
+
+
+@pytest.mark.parametrize('name', ['chat_template.jinja', 'text_boundaries.json'])
+def test_an_unlisted_file_that_readers_would_use_is_rejected(data, name):
+    assert open_dataset(str(data), DataConfig(), print).dataset == load_manifest(data)
+    (data / name).write_text('{}')
+    assert error_of(lambda: open_dataset(str(data), DataConfig(), print)) == (
+        f'{data / name} is not listed in dataset.json; remove it'
+    )
 
 
 def test_many_missing_shards_are_reported_after_one_listing(data, monkeypatch):
