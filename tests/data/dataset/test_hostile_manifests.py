@@ -189,7 +189,8 @@ def test_counts_of_shards_are_checked(data, key, value):
     [
         (lambda facts: facts['splits']['train'].update(tokens=10), 'train has 10 tokens, but its shards have '),
         (lambda facts: facts['splits']['train'].update(documents=10), 'train has 10 documents, but its shards have 4'),
-        (lambda facts: facts['splits']['train']['sources']['texts'].update(tokens=1), 'source texts has 1 tokens'),
+        (lambda facts: facts['splits']['train']['sources']['texts'].update(tokens=1), "source 'texts' has 1 tokens"),
+        (lambda facts: facts['splits']['train'].update(sources={}), "shards of the source 'texts', which it does not"),
         (lambda facts: facts['splits']['train']['shards'].reverse(), 'fingerprint differs'),
         (lambda facts: facts.update(fingerprint=''), 'fingerprint differs'),
         (lambda facts: facts.update(tokenizer_sha256='00'), 'tokenizer.json is damaged: its SHA-256 is '),
@@ -225,6 +226,17 @@ def test_ids_outside_the_vocabulary_are_rejected(data):
     message = error_of(lambda: Sequences(smaller, 'train', 8)[0])
     assert message.startswith(f'{data / SHARD} is damaged: it contains id ')
     assert ', but the vocabulary has 100 ids; ' in message
+
+
+def test_the_tokenizer_is_that_of_the_tokens(data):
+    dataset = load_manifest(data)
+    assert dataset.load_tokenizer().vocab_size == dataset.vocab_size
+    for field, value in {'vocab_size': 300, 'end_of_document': 97}.items():
+        message = error_of(dataclasses.replace(dataset, **{field: value}).load_tokenizer)
+        assert f'its {field} is {getattr(dataset, field)}, not {value}; ' in message
+    # Readers of tokenizers use this file, which the manifest never lists.
+    (data / 'tokenizer_config.json').write_text('{"eos_token": "a"}')
+    assert 'its end_of_document is 97, not 256; ' in error_of(load_manifest(data).load_tokenizer)
 
 
 @pytest.mark.parametrize('name', ['chat_template.jinja', 'text_boundaries.json'])
