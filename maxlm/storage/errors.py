@@ -126,9 +126,10 @@ def http_status(error: BaseException) -> int:
         response = getattr(known, 'response', None)
         if isinstance(response, dict):
             return int(response.get('ResponseMetadata', {}).get('HTTPStatusCode', 0))
-        for name in ('code', 'status'):
-            if str(getattr(known, name, '')).isdigit():
-                return int(getattr(known, name))
+        # aiohttp warns if its attribute `code` is read.
+        for owner, name in ((known, 'status'), (known, 'code'), (response, 'status_code')):
+            if str(getattr(owner, name, '')).isdigit():
+                return int(getattr(owner, name))
     if found := _TENSORSTORE_STATUS.search(str(error)):
         return int(found[1])
     # gcsfs raises an OSError without errno.

@@ -53,6 +53,12 @@ def connection_error():
     return aiohttp.ClientConnectorError(key, ConnectionRefusedError(errno.ECONNREFUSED, 'Connect call failed'))
 
 
+def requests_error(status):
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError('no', response=response)
+
+
 BUCKET_ERRORS = [
     (ConnectionResetError(errno.ECONNRESET, 'reset'), TRANSIENT, 'no answer (Connection reset by peer)'),
     (TimeoutError('timed out'), TRANSIENT, 'no answer (timed out)'),
@@ -61,6 +67,9 @@ BUCKET_ERRORS = [
     (connection_error(), TRANSIENT, 'no answer (Connection refused)'),
     (aiohttp.ClientPayloadError('not completed'), TRANSIENT, 'no answer (not completed)'),
     (requests.exceptions.ProxyError(), TRANSIENT, 'no answer (ProxyError)'),
+    (requests_error(429), TRANSIENT, 'the server returned status 429'),
+    (requests_error(403), PERMISSION, 'access denied (status 403: no)'),
+    (requests_error(404), NOT_FOUND, 'No such file or directory'),
     (httpx.ConnectError('refused'), TRANSIENT, 'no answer (refused)'),
     (httpx2.ConnectTimeout('timed out'), TRANSIENT, 'no answer (timed out)'),
     (google_errors.TransportError('x'), TRANSIENT, 'no answer (x)'),
