@@ -107,24 +107,22 @@ class TokenReader:
         facts = self.shards[shard]
         # The first token is not a target. The last record may be shorter.
         num_records = math.ceil(max(0, facts.tokens - 1) / self._block)
-        opened = self._open(self._path / facts.name, num_records), threading.Lock()
+        reader = self._open(self._path / facts.name)
+        if (found := reader.num_records()) != num_records:
+            raise self._damaged(shard, f'it has {found:,} records instead of {num_records:,}')
         with self._lock:
-            opened = self._readers.setdefault(shard, opened)
+            opened = self._readers.setdefault(shard, (reader, threading.Lock()))
             while len(self._readers) > self._max_open:
                 self._readers.popitem(last=False)
         return opened
 
-    def _open(self, path: Path, num_records: int) -> ArrayRecordReader:
+    def _open(self, path: Path) -> ArrayRecordReader:
         while True:
             if self._fetched:
                 wait_for_file(path)
             try:
-                reader = ArrayRecordReader(os.fspath(path), READER_OPTIONS)
+                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
             except RuntimeError:
                 # The file may have been evicted since the wait. The fetcher downloads it again.
                 if not self._fetched or path.exists():
                     raise
-            else:
-                if (found := reader.num_records()) != num_records:
-                    raise ValueError(f'it has {found:,} records instead of {num_records:,}')
-                return reader
