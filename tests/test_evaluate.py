@@ -1,6 +1,8 @@
 """`maxlm.evaluate` on a run of a few steps: it reproduces the losses of the run on any number of devices."""
 
 import contextlib
+import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -11,7 +13,7 @@ import jax
 import pytest
 
 from maxlm import evaluate, prepare, train
-from maxlm.data.dataset.records import load_manifest
+from maxlm.data.dataset.records import load_manifest, save_manifest
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.decontaminate import decontaminate
@@ -179,6 +181,9 @@ def test_the_same_tokenizer_written_in_another_way(measure, other_data, on_other
     text = json.dumps(json.loads(tokenizer.read_text()))
     assert text != tokenizer.read_text()
     tokenizer.write_text(text)
+    manifest = load_manifest(other_data)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    save_manifest(dataclasses.replace(manifest, path=tmp_path / 'data', tokenizer_sha256=sha256))
     assert measure(f'--data={tmp_path / "data"}') == on_other_data
 
 

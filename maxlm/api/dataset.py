@@ -95,7 +95,7 @@ class Dataset:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the data set."""
-        return Tokenizer.load(self.manifest.tokenizer_path)
+        return self.manifest.load_tokenizer()
 
     def num_windows(self, config: schema.Config) -> int | None:
         """Returns the number of sequences of `data.seq_len` tokens in an epoch; None while the data is prepared.

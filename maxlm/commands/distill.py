@@ -10,7 +10,6 @@ import jax
 
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.dataset import TrainingData, open_training_data
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
 from maxlm.hints import print_next
@@ -54,7 +53,7 @@ def _check(model: LoadedModel, corpus: TrainingData, options: argparse.Namespace
     source, vocab_size = corpus.sources[0], model.config.model.vocab_size
     if source.url or source.is_growing:
         raise InputError(f'--data={options.data}: not a complete local data set; copy it to a disk')
-    if Tokenizer.load(source.dataset.tokenizer_path).ids_sha256 != model.tokenizer.ids_sha256:
+    if source.dataset.load_tokenizer().ids_sha256 != model.tokenizer.ids_sha256:
         raise InputError(
             f'--data={options.data}: has another tokenizer than the teacher; prepare the data with --tokenizer '
             f'{model.tokenizer_path}'

@@ -14,7 +14,6 @@ import numpy as np
 
 from maxlm.commands.generate_hint import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.evaluation.code import ProgramsConfig
 from maxlm.evaluation.lm_eval_tasks import Benchmarks
@@ -190,7 +189,7 @@ def _check(corpus: TrainingData, model: LoadedModel) -> tuple[int, int]:
     """
     dataset = corpus.first
     # Do not compare bytes: an external file can be formatted differently and be equivalent.
-    if Tokenizer.load(dataset.tokenizer_path).ids_sha256 != model.tokenizer.ids_sha256:
+    if dataset.load_tokenizer().ids_sha256 != model.tokenizer.ids_sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {model.tokenizer_path}'

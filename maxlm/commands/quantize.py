@@ -47,7 +47,7 @@ def _open_corpus(checkpoint: str, path: str | None) -> TrainingData:
     except InputError as error:
         raise InputError(f'{error}; or give other data with --data, or skip the comparison with --no-eval') from error
     dataset = corpus.first
-    if Tokenizer.load(dataset.tokenizer_path).ids_sha256 != Tokenizer.load(workdir / TOKENIZER).ids_sha256:
+    if dataset.load_tokenizer().ids_sha256 != Tokenizer.load(workdir / TOKENIZER).ids_sha256:
         raise InputError(
             f'{dataset.tokenizer_path} is not the tokenizer that the model was trained with; '
             f'prepare the data with --tokenizer {workdir / TOKENIZER}, or skip the comparison with --no-eval'

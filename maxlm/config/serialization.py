@@ -51,7 +51,7 @@ def public_command(words: Sequence[str]) -> list[str]:
         if key or (is_secret and equals):
             shown.append(HIDDEN if key else f'--config.{name}={HIDDEN}')
         else:
-            shown.append(redact(word))
+            shown.append(_public(word) if word.startswith('--config.') else redact(word))
         key = name if is_secret and not equals else ''
     return shown
 

@@ -42,19 +42,37 @@ CREDENTIAL_ERRORS = frozenset(
 TRANSIENT_CODES = re.compile(r'UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED')
 PERMISSION_CODES = re.compile(r'PERMISSION_DENIED|UNAUTHENTICATED|Forbidden')
 
+# Maximum number of characters of a library's message that become part of ours.
+MAX_TEXT = 10_000
+
 _TENSORSTORE_STATUS = re.compile(r"http_response_code='(\d{3})'")
 # Passwords may contain `@`.
 _USER_IN_URL = re.compile(r"""(?<=://)[^/\s'"]+@""")
-# Only in HTTP URLs, because `?` may be part of other names and globs.
-_QUERY_IN_URL = re.compile(r'(https?://[^\s?\'">]*)(\?[^\s\'">]+)')
-_SECRET = re.compile(
-    r'(?i)\b(bearer\s+|authorization["\']?\s*[=:]\s*["\']?\w+\s+|[\w-]*(?:token|secret|signature|password|credential|key)[\w-]*["\']?\s*[=:]\s*)\S+'
+# In other URLs, only if it begins with a name, because `?` may be part of file names and globs.
+_QUERY_IN_URL = re.compile(
+    r"""(?i)(https?://[^\s?'">]*(?=\?)|[a-z][a-z\d+.-]{0,20}://[^\s?'">]*(?=\?[\w.-]+=))(\?[^\s'">]+)"""
 )
-# Prefixes of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS and Google.
-_TOKEN = re.compile(r'\b(hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-|A[KS]IA|ya29\.|AIza)[\w./+-]{12,}')
+# Names of secrets. Others contain numbers of tokens, a tokenizer, or the keys of attention, of dicts and of the config.
+_NAME = (
+    r'[\w-]{0,40}(?:(?<!per_)(?<!first_)token(?!s|iz)|secret|signature|passw|passphrase|pwd|credential|cookie'
+    r'|(?:api|access|account|auth|private|sign\w{0,5}|ssh)[_-]?key)[\w-]*'
+)
+_SECRET = re.compile(
+    r'(?i)\b(bearer\s+|authorization["\']?\s*[=:]\s*["\']?\w+\s+|(?<=--)'
+    + _NAME
+    + r'\s+|(?:sig|auth|pass)=|'
+    + _NAME
+    + r'["\']?\s*[=:]\s*)(?:"[^"]*"|\'[^\']*\'|\S+)'
+)
+# Prefixes of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, Google, npm, PyPI and Weights & Biases, and of
+# JSON Web Tokens.
+_TOKEN = re.compile(
+    r'\b(hf_|gh[opsu]_|github_pat_|glpat-|sk-|xox[abprs]-|A[KS]IA|ya29\.|AIza|npm_|pypi-|wandb_v\d_|eyJ)[\w./+-]{12,}'
+)
 # Webhooks whose path is the secret.
 _WEBHOOK = re.compile(
-    r"""(https?://(?:hooks\.slack\.com|discord(?:app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)/)[^\s'"]+"""
+    r"""(https?://(?:hooks\.[\w.-]+|(?:\w+\.)?discord(?:app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com|"""
+    r"""api\.telegram\.org|[\w.:-]+/hooks)/)[^\s'"]+"""
 )
 _SECRETS = (
     (_USER_IN_URL, ''),
@@ -126,9 +144,10 @@ def http_status(error: BaseException) -> int:
         response = getattr(known, 'response', None)
         if isinstance(response, dict):
             return int(response.get('ResponseMetadata', {}).get('HTTPStatusCode', 0))
-        for name in ('code', 'status'):
-            if str(getattr(known, name, '')).isdigit():
-                return int(getattr(known, name))
+        # aiohttp warns if its attribute `code` is read.
+        for owner, name in ((known, 'status'), (known, 'code'), (response, 'status_code')):
+            if str(getattr(owner, name, '')).isdigit():
+                return int(getattr(owner, name))
     if found := _TENSORSTORE_STATUS.search(str(error)):
         return int(found[1])
     # gcsfs raises an OSError without errno.
@@ -208,7 +227,8 @@ def _system_message(error: Exception) -> str:
 
 
 def _one_line(path: str, text: str) -> str:
-    line = ' '.join(text.split())
+    # The patterns of secrets are slow on long texts.
+    line = ' '.join(text[:MAX_TEXT].split())
     # Bucket clients repeat the user and query of a URL elsewhere in their messages.
     for secret in [*_USER_IN_URL.findall(path), *(query for _, query in _QUERY_IN_URL.findall(path))]:
         line = line.replace(secret, '…')

@@ -13,6 +13,8 @@ from maxlm.storage.errors import TransientStorageError, redact
 
 # Seconds after each consecutive failure: 1, 2, 4, … up to 60.
 EXPONENTIAL_BACKOFF = tenacity.wait_exponential(max=60)
+# Limit of the seconds that a server may ask for.
+MAX_RETRY_AFTER = 600.0
 
 # Called with a one-line message for the user.
 OnWarning = Callable[[str], None]
@@ -59,7 +61,7 @@ class RetryPolicy:
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(TransientStorageError),
-            wait=EXPONENTIAL_BACKOFF,
+            wait=_wait_seconds,
             stop=tenacity.stop_after_delay(patience_seconds),
             sleep=self._sleep,
             before_sleep=warn,
@@ -82,3 +84,23 @@ class RetryPolicy:
             self._warned = 0
             if answered:
                 self._on_warning(f'{redact(url)}: the bucket responds again')
+
+
+def _wait_seconds(state: tenacity.RetryCallState) -> float:
+    assert state.outcome
+    return max(EXPONENTIAL_BACKOFF(state), min(_retry_after(state.outcome.exception()), MAX_RETRY_AFTER))
+
+
+def _retry_after(error: BaseException | None) -> float:
+    """Returns the seconds in the Retry-After header of a response, or 0. Errors of gcsfs have no headers."""
+    while error is not None:
+        response = getattr(error, 'response', None)
+        if isinstance(response, dict):
+            headers = response.get('ResponseMetadata', {}).get('HTTPHeaders')
+        else:
+            headers = getattr(error if response is None else response, 'headers', None)
+        value = str(headers.get('retry-after', '')) if headers else ''
+        if value.isdecimal():
+            return float(value)
+        error = error.__cause__
+    return 0.0

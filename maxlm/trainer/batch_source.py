@@ -20,7 +20,6 @@ from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.fim import fim_fraction
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
@@ -205,7 +204,8 @@ class TextBatches:
         self._every = 0
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
-        self._fim_ids = Tokenizer.load(self.tokenizer_path).infill_ids if has_fim else None
+        tokenizer = corpus.first.load_tokenizer()
+        self._fim_ids = tokenizer.infill_ids if has_fim else None
 
     def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
         """See `BatchSource`. A run keeps `data.train_first_token`; runs that began before this key have False."""

@@ -23,7 +23,6 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.token_flags import is_document_start, is_target, token_ids
 from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.windows import Sequences
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import sample, sampling_keys
@@ -76,7 +75,7 @@ class Samples:
             InputError: a prompt is at least as long as the model's context.
         """
         self._config, self._corpus, self._layout = config, corpus, layout
-        self._tokenizer = Tokenizer.load(corpus.first.tokenizer_path)
+        self._tokenizer = corpus.first.load_tokenizer()
         self._ends = {corpus.first.end_of_document, *self._tokenizer.boundaries.stops}
         if corpus.first.tokenizer_path.with_name(CHAT_TEMPLATE).is_file():
             self._ends.add(ChatEncoder.load(corpus.first.tokenizer_path.parent).end_of_turn)

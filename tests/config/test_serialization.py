@@ -59,4 +59,10 @@ def test_command_lines_are_shown_without_secrets():
     ]
     shown = ['--config=tiny', f'--config.alerts.command={HIDDEN}', '--config.alerts.command', HIDDEN, '--config.a.b=1']
     assert public_command(words) == shown
+    usable = [
+        '--config.train.num_tokens=1e9',
+        '--config.data.tokenizer=bpe.json',
+        '--config.eval.sample_prompts=key: x',
+    ]
+    assert public_command(usable) == usable
     assert public_command([f'--config.data.path={URL}']) == ['--config.data.path=https://example.org/data']

@@ -6,6 +6,8 @@ import re
 import fsspec
 import pytest
 
+from maxlm.config.schema import Config
+from maxlm.config.serialization import flatten
 from maxlm.errors import InputError
 from maxlm.storage.errors import (
     ErrorKind,
@@ -16,6 +18,7 @@ from maxlm.storage.errors import (
     classify_error,
     error_kind,
     redact,
+    short_message,
 )
 
 aiohttp = pytest.importorskip('aiohttp', reason='the extra gcs or s3')
@@ -53,6 +56,12 @@ def connection_error():
     return aiohttp.ClientConnectorError(key, ConnectionRefusedError(errno.ECONNREFUSED, 'Connect call failed'))
 
 
+def requests_error(status):
+    response = requests.Response()
+    response.status_code = status
+    return requests.HTTPError('no', response=response)
+
+
 BUCKET_ERRORS = [
     (ConnectionResetError(errno.ECONNRESET, 'reset'), TRANSIENT, 'no answer (Connection reset by peer)'),
     (TimeoutError('timed out'), TRANSIENT, 'no answer (timed out)'),
@@ -61,6 +70,9 @@ BUCKET_ERRORS = [
     (connection_error(), TRANSIENT, 'no answer (Connection refused)'),
     (aiohttp.ClientPayloadError('not completed'), TRANSIENT, 'no answer (not completed)'),
     (requests.exceptions.ProxyError(), TRANSIENT, 'no answer (ProxyError)'),
+    (requests_error(429), TRANSIENT, 'the server returned status 429'),
+    (requests_error(403), PERMISSION, 'access denied (status 403: no)'),
+    (requests_error(404), NOT_FOUND, 'No such file or directory'),
     (httpx.ConnectError('refused'), TRANSIENT, 'no answer (refused)'),
     (httpx2.ConnectTimeout('timed out'), TRANSIENT, 'no answer (timed out)'),
     (google_errors.TransportError('x'), TRANSIENT, 'no answer (x)'),
@@ -116,6 +128,47 @@ def test_errors_of_buckets(error, kind, message):
 def test_errors_of_local_files(error, kind, message):
     assert error_kind(error) is kind
     assert str(classify_error('/a/what?token=x', error)) == f'/a/what?token=x: {message}'
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        's3://bucket/x?sig=SECRET',
+        'gs://bucket/x?X-Goog-Signature=SECRET&y=1',
+        'HTTPS://host/x?SECRET',
+        'wss://host/x?access_token=SECRET',
+        'https://ptb.discord.com/api/webhooks/1/SECRET',
+        'https://chat.example.org/hooks/SECRET',
+        'https://api.telegram.org/bot1:SECRET/sendMessage',
+        'npm_0123456789abSECRET and eyJhbGciOiJIUzI1NiJ9.SECRET',
+        'passwd=SECRET, pwd: SECRET, Cookie: SECRET',
+        'sig=SECRET&auth=SECRET',
+        "password='a SECRET'",
+        '--token SECRET --api-key SECRET',
+        'AccountKey=SECRET;SharedAccessKey=SECRET',
+    ],
+)
+def test_secrets_of_other_forms_are_redacted(text):
+    assert 'SECRET' not in redact(text)
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        *(f'{key}={value}' for key, value in flatten(Config()).items()),
+        '--max-tokens=5 --tokenizer=bpe:8192',
+        'unknown key: data.x; keys: a, b',
+        '1,000 tokens: too few; tokenizer.json: missing',
+        'gs://bucket/part-?.txt s3://bucket/?=x',
+    ],
+)
+def test_names_of_tokens_and_keys_are_no_secrets(text):
+    assert redact(text) == text
+
+
+def test_long_messages_are_redacted_in_time(in_time):
+    for text in ('http://', 'a-', 'x://', 'token="'):
+        assert len(short_message('gs://bucket/x', ValueError(text * 10**6))) <= 300
 
 
 def test_redacted_text():

@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import types
+
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.errors import TransientStorageError, classify_error
 from maxlm.storage.retry import RetryPolicy
+
+aiohttp = pytest.importorskip('aiohttp', reason='the extra gcs or s3')
+multidict = pytest.importorskip('multidict', reason='the extra gcs or s3')
+requests = pytest.importorskip('requests', reason='the extra gcs')
+botocore_errors = pytest.importorskip('botocore.exceptions', reason='the extra s3')
 
 
 def fails(times, message='a fails'):
@@ -37,6 +44,37 @@ def test_waits_double_up_to_a_minute_and_warnings_become_rarer():
     assert len(warnings) == 6
     retries.call('gs://x/a', fails(1, 'again'))
     assert warnings[6:] == ['again; failure, retrying in 1 s', 'gs://x/a: the bucket responds again']
+
+
+def rate_limited(kind, seconds):
+    """Returns an error of a storage library for a response with a Retry-After header."""
+    if kind == 'http':
+        return aiohttp.ClientResponseError(
+            types.SimpleNamespace(real_url='x'), (), status=429, headers=multidict.CIMultiDict({'Retry-After': seconds})
+        )
+    if kind == 's3':
+        headers = {'HTTPStatusCode': 429, 'HTTPHeaders': {'retry-after': seconds}}
+        return botocore_errors.ClientError({'Error': {}, 'ResponseMetadata': headers}, 'GetObject')
+    response = requests.Response()
+    response.status_code, response.headers['Retry-After'] = 429, seconds
+    return requests.HTTPError(response=response)
+
+
+@pytest.mark.parametrize('kind', ['http', 's3', 'requests'])
+def test_the_server_determines_the_wait(kind):
+    waits = []
+    answers = iter(['120', '0', 'Fri, 27 Nov 2026 00:00:00 GMT', '-5', '99999999999'])
+
+    def request():
+        if (seconds := next(answers, None)) is None:
+            return 'answer'
+        try:
+            raise rate_limited(kind, seconds)
+        except Exception as error:
+            raise classify_error('gs://x/a', error) from error
+
+    assert RetryPolicy(print, waits.append).call('gs://x/a', request) == 'answer'
+    assert waits == [120, 2, 4, 8, 600]
 
 
 def test_requests_that_fail_together_warn_once():

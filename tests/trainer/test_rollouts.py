@@ -52,7 +52,8 @@ class Fakes:
         self.events.append(f'score {number}')
         if self.error:
             raise self.error
-        return Scores(np.arange(len(responses), dtype=np.float32), {})
+        rewards = np.arange(len(responses), dtype=np.float32)
+        return Scores(rewards, {}, np.zeros_like(rewards))
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from maxlm.data.dataset.manifest_files import (
     verify_checksums,
 )
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.check_directory import check_entries, find_entries
@@ -164,6 +165,18 @@ class DatasetManifest:
     def tokenizer_path(self) -> Path:
         return self.path / self.tokenizer_file
 
+    def load_tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer. Raises InputError unless its vocabulary and end of document are those of the tokens."""
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        for name in ('vocab_size', 'end_of_document'):
+            expected, found = getattr(self, name), getattr(tokenizer, name)
+            if found != expected:
+                raise InputError(
+                    f'{self.tokenizer_path} is not the tokenizer of the data set: its {name} is {found}, not '
+                    f'{expected}; {remedy(self.path)}'
+                )
+        return tokenizer
+
     @property
     def is_streamed(self) -> bool:
         """True if the first epoch reads the shards in order, so that training can start during the preparation."""
@@ -240,6 +253,13 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     check_entries(path, [dataset.tokenizer_file, *TOKENIZER_SIBLINGS])
     verify_checksums(path, dataset.tokenizer_checksums)
     return dataset
+
+
+def check_unlisted_files(dataset: DatasetManifest) -> None:
+    """Raises InputError if readers of the tokenizer would use a file that the manifest does not list."""
+    for name in (TEXT_BOUNDARIES_FILE, CHAT_TEMPLATE_FILE):
+        if name not in dataset.tokenizer_checksums and (dataset.path / name).exists():
+            raise InputError(f'{dataset.path / name} is not listed in {MANIFEST_NAME}; remove it')
 
 
 def verify(dataset: DatasetManifest) -> None:
@@ -325,12 +345,14 @@ def _check_counts(name: str, split: Split) -> None:
             raise TypeError(f'{shard.name} has documents without tokens')
         tokens[shard.source] += shard.tokens
         documents[shard.source] += shard.documents
+    if unknown := tokens.keys() - split.sources.keys():
+        raise TypeError(f'{name} has shards of the source {min(unknown)[:50]!r}, which it does not list')
     for key, total, sums in (('tokens', split.tokens, tokens), ('documents', split.documents, documents)):
         if total != sum(sums.values()):
             raise TypeError(f'{name} has {total:,} {key}, but its shards have {sum(sums.values()):,}')
         for source, counts in split.sources.items():
             if (listed := getattr(counts, key)) != sums[source]:
-                raise TypeError(f'source {source} has {listed:,} {key}, but its shards have {sums[source]:,}')
+                raise TypeError(f'source {source[:50]!r} has {listed:,} {key}, but its shards have {sums[source]:,}')
 
 
 def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:

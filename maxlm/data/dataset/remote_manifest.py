@@ -17,6 +17,9 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.object_store import read_file
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
+# Files that not every data set has, and the fields with their checksums.
+OPTIONAL_FILES = {CHAT_TEMPLATE_FILE: 'chat_template_sha256', TEXT_BOUNDARIES_FILE: 'text_boundaries_sha256'}
+
 
 @dataclasses.dataclass(frozen=True)
 class RemoteManifest:
@@ -64,8 +67,7 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
                 f'{name} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; prepare it again'
             )
         tokenizer_checksums = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
-        optional = {CHAT_TEMPLATE_FILE: 'chat_template_sha256', TEXT_BOUNDARIES_FILE: 'text_boundaries_sha256'}
-        tokenizer_checksums |= {file: str(facts[key]) for file, key in optional.items() if facts.get(key)}
+        tokenizer_checksums |= {file: str(facts[key]) for file, key in OPTIONAL_FILES.items() if facts.get(key)}
         listed = [
             (str(shard['name']), (_size(shard['bytes']), str(shard['sha256'])))
             for split in facts['splits'].values()
@@ -85,7 +87,7 @@ def _size(value: object) -> int:
 
 
 def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
-    """Removes shards of another data set that have the same names as shards of this data set.
+    """Removes files of another data set: shards with the names of other shards, and files that this one does not have.
 
     The cache identifies files by size only. The old manifest in `directory` gives the checksums of its files.
     """
@@ -94,17 +96,24 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
     except FileNotFoundError:
         return
     except InputError:
-        # Shards of an unreadable manifest are considered stale.
-        before = RemoteManifest('', b'', {}, dict.fromkeys(manifest.shards, (0, '')))
+        # Files of an unreadable manifest are considered stale.
+        before = RemoteManifest('', b'', dict.fromkeys(OPTIONAL_FILES, ''), dict.fromkeys(manifest.shards, (0, '')))
     except OSError as error:
         raise InputError(f'{directory / MANIFEST_NAME}: {os_message(error)}; check the file') from error
     for file in manifest.files(directory):
         if file.path.name in before.shards and before.shards[file.path.name][1] != file.sha256:
-            try:
-                file.path.unlink(missing_ok=True)
-            except OSError as error:
-                raise InputError(f'{file.path}: {os_message(error)}; check its permissions') from error
+            _remove(file.path)
             remove_partial(file)
+    # Readers of tokenizers would use them.
+    for name in OPTIONAL_FILES.keys() & (before.tokenizer_checksums.keys() - manifest.tokenizer_checksums.keys()):
+        _remove(directory / name)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; check its permissions') from error
 
 
 def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader
 
+from maxlm.data.chat.token_flags import token_ids
 from maxlm.data.dataset.manifest_files import reason_of, remedy
 from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.wait import wait_for_file
@@ -43,6 +44,8 @@ class TokenReader:
         self._path = dataset.path
         self._block = dataset.block
         self._dtype = np.dtype(dataset.dtype).newbyteorder('<')
+        self._vocab_size = dataset.vocab_size
+        self._masked = dataset.masked
         self._fetched = fetched
         self._max_open = max_open
         self._forget_readers()
@@ -71,6 +74,10 @@ class TokenReader:
         tokens = stream[start - first : stop - first]
         if len(tokens) != stop - start:
             raise self._damaged(shard, f'tokens {start} to {stop} are incomplete')
+        # An embedding of an id without a row would be that of another token, without an error.
+        largest = int((token_ids(tokens) if self._masked else tokens).max())
+        if largest >= self._vocab_size:
+            raise self._damaged(shard, f'it contains id {largest}, but the vocabulary has {self._vocab_size} ids')
         return tokens
 
     def _damaged(self, shard: int, reason: str) -> InputError:
@@ -100,24 +107,22 @@ class TokenReader:
         facts = self.shards[shard]
         # The first token is not a target. The last record may be shorter.
         num_records = math.ceil(max(0, facts.tokens - 1) / self._block)
-        opened = self._open(self._path / facts.name, num_records), threading.Lock()
+        reader = self._open(self._path / facts.name)
+        if (found := reader.num_records()) != num_records:
+            raise self._damaged(shard, f'it has {found:,} records instead of {num_records:,}')
         with self._lock:
-            opened = self._readers.setdefault(shard, opened)
+            opened = self._readers.setdefault(shard, (reader, threading.Lock()))
             while len(self._readers) > self._max_open:
                 self._readers.popitem(last=False)
         return opened
 
-    def _open(self, path: Path, num_records: int) -> ArrayRecordReader:
+    def _open(self, path: Path) -> ArrayRecordReader:
         while True:
             if self._fetched:
                 wait_for_file(path)
             try:
-                reader = ArrayRecordReader(os.fspath(path), READER_OPTIONS)
+                return ArrayRecordReader(os.fspath(path), READER_OPTIONS)
             except RuntimeError:
                 # The file may have been evicted since the wait. The fetcher downloads it again.
                 if not self._fetched or path.exists():
                     raise
-            else:
-                if (found := reader.num_records()) != num_records:
-                    raise ValueError(f'it must have {num_records:,} records, but has {found:,}')
-                return reader

@@ -22,7 +22,6 @@ from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
 from maxlm.data.loader.source import HUB, OpenedDataset, Source, open_dataset, source_name
 from maxlm.data.loader.teacher_outputs import TeacherOutputReader, open_teacher_outputs
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, one_line
 from maxlm.storage.retry import OnWarning
 
@@ -372,7 +371,7 @@ def check_same_tokenizer(a: DatasetManifest, b: DatasetManifest) -> None:
     """Raises InputError unless two data sets have the same ids, and documents with the same boundaries."""
     # Compare the loaded tokenizers: equivalent files from other tools can differ in their bytes.
     is_same = a.tokenizer_sha256 == b.tokenizer_sha256 or (
-        Tokenizer.load(a.tokenizer_path).ids_sha256 == Tokenizer.load(b.tokenizer_path).ids_sha256
+        a.load_tokenizer().ids_sha256 == b.load_tokenizer().ids_sha256
     )
     # Data sets of earlier versions have no beginning of text.
     beginnings = {each.beginning_of_document for each in (a, b)} - {()}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.preparation import STOPPED, is_preparing, load_current, manifest_version, stop_reason
-from maxlm.data.dataset.records import DatasetManifest, Shard, load_manifest
+from maxlm.data.dataset.records import DatasetManifest, Shard, check_unlisted_files, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
 from maxlm.data.dataset.token_reader import OPEN_SHARDS
 from maxlm.data.loader.windows import Sequences
@@ -136,6 +136,7 @@ def _open_local(directory: Path, on_warning: OnWarning, owner: str = '') -> Open
                 'prepares it, or use the data.cache_dir and data.tokenizer of the run'
             )
     dataset, is_complete = load_current(directory)
+    check_unlisted_files(dataset)
     return OpenedDataset(dataset, '', is_growing=not is_complete)
 
 

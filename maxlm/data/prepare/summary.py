@@ -12,7 +12,6 @@ from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.input_file import suffix_of
 from maxlm.data.prepare.pipeline import CLEANING_FILE, VALIDATION_NOTE
 from maxlm.data.tokenizer.text_boundaries import describe_boundaries
-from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.storage.filesystem import Entry, display_path
 from maxlm.storage.regular_files import read_text
 
@@ -51,7 +50,7 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
         if dataset.chat:
             lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
     if dataset.text_boundaries_sha256:
-        tokens = describe_boundaries(Tokenizer.load(dataset.tokenizer_path).boundary_names)
+        tokens = describe_boundaries(dataset.load_tokenizer().boundary_names)
         lines += [f'  {label}: {text}' for label, text in tokens.items()]
     if dataset.chat and not dataset.packed_window:
         lines.append(

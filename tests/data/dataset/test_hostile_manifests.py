@@ -10,9 +10,11 @@ import shutil
 import pytest
 
 from maxlm.config.loading import load
+from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.preparation import read_progress, stop_reason
 from maxlm.data.dataset.records import dataset_fingerprint, load_manifest, save_manifest
 from maxlm.data.dataset.remote_manifest import parse_manifest
+from maxlm.data.loader.source import open_dataset
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
 from maxlm.workdir.files import write_run_files
@@ -187,7 +189,8 @@ def test_counts_of_shards_are_checked(data, key, value):
     [
         (lambda facts: facts['splits']['train'].update(tokens=10), 'train has 10 tokens, but its shards have '),
         (lambda facts: facts['splits']['train'].update(documents=10), 'train has 10 documents, but its shards have 4'),
-        (lambda facts: facts['splits']['train']['sources']['texts'].update(tokens=1), 'source texts has 1 tokens'),
+        (lambda facts: facts['splits']['train']['sources']['texts'].update(tokens=1), "source 'texts' has 1 tokens"),
+        (lambda facts: facts['splits']['train'].update(sources={}), "shards of the source 'texts', which it does not"),
         (lambda facts: facts['splits']['train']['shards'].reverse(), 'fingerprint differs'),
         (lambda facts: facts.update(fingerprint=''), 'fingerprint differs'),
         (lambda facts: facts.update(tokenizer_sha256='00'), 'tokenizer.json is damaged: its SHA-256 is '),
@@ -209,7 +212,40 @@ def test_shards_with_other_numbers_of_records_are_rejected(data):
     dataset = load_manifest(data)
     message = error_of(lambda: Sequences(dataset, 'train', 8)[0])
     assert f'{data / SHARD} is damaged: it has ' in message
-    assert 'must have ' in message
+    assert ' records instead of ' in message
+
+
+def test_ids_outside_the_vocabulary_are_rejected(data):
+    edit(data, lambda facts: facts.update(vocab_size=257))
+    dataset = load_manifest(data)
+    assert len(Sequences(dataset, 'train', 8)[0]['tokens']) > 0
+    edit(data, lambda facts: facts.update(vocab_size=100, end_of_document=99))
+    with pytest.raises(InputError, match='fingerprint'):
+        load_manifest(data)
+    smaller = dataclasses.replace(dataset, vocab_size=100)
+    message = error_of(lambda: Sequences(smaller, 'train', 8)[0])
+    assert message.startswith(f'{data / SHARD} is damaged: it contains id ')
+    assert ', but the vocabulary has 100 ids; ' in message
+
+
+def test_the_tokenizer_is_that_of_the_tokens(data):
+    dataset = load_manifest(data)
+    assert dataset.load_tokenizer().vocab_size == dataset.vocab_size
+    for field, value in {'vocab_size': 300, 'end_of_document': 97}.items():
+        message = error_of(dataclasses.replace(dataset, **{field: value}).load_tokenizer)
+        assert f'its {field} is {getattr(dataset, field)}, not {value}; ' in message
+    # Readers of tokenizers use this file, which the manifest never lists.
+    (data / 'tokenizer_config.json').write_text('{"eos_token": "a"}')
+    assert 'its end_of_document is 97, not 256; ' in error_of(load_manifest(data).load_tokenizer)
+
+
+@pytest.mark.parametrize('name', ['chat_template.jinja', 'text_boundaries.json'])
+def test_an_unlisted_file_that_readers_would_use_is_rejected(data, name):
+    assert open_dataset(str(data), DataConfig(), print).dataset == load_manifest(data)
+    (data / name).write_text('{}')
+    assert error_of(lambda: open_dataset(str(data), DataConfig(), print)) == (
+        f'{data / name} is not listed in dataset.json; remove it'
+    )
 
 
 def test_many_missing_shards_are_reported_after_one_listing(data, monkeypatch):

@@ -66,3 +66,15 @@ def test_stale_shards_are_removed_and_valid_shards_are_kept(tmp_path):
     (tmp_path / 'dataset.json').write_text('{}')
     remove_stale(parse(FACTS), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['c', 'dataset.json']
+
+
+def test_a_template_of_the_previous_data_set_is_removed(tmp_path):
+    template = {**FACTS, 'chat_template_sha256': 'x'}
+    for before in (json.dumps(template), '{}'):
+        (tmp_path / 'dataset.json').write_text(before)
+        for name in ('tokenizer.json', 'chat_template.jinja'):
+            (tmp_path / name).touch()
+        remove_stale(parse(template), tmp_path)
+        assert (tmp_path / 'chat_template.jinja').exists()
+        remove_stale(parse(FACTS), tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ['dataset.json', 'tokenizer.json']
