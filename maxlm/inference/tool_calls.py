@@ -41,23 +41,24 @@ def call_grammar(functions: Mapping[str, Mapping[str, Any]], *, is_required: boo
         is_required: the text consists of calls only. Otherwise text before and between calls is free.
         is_single: the text contains at most one call.
     """
-    calls = [_call_schema(name, arguments) for name, arguments in functions.items()]
-    schema = json.dumps({'x-guidance': _WHITESPACE, 'anyOf': calls}, ensure_ascii=False)
-    rest = f'"\\n" %json {schema} "\\n{END}"'
+    calls = [_call_rule(name, arguments) for name, arguments in functions.items()]
+    begin = f'"{BEGIN}"' if is_required else 'begin'
     if is_required:
-        start = 'call' if is_single else 'call ("\\n" call)*'
-        return f'%llguidance {{}}\nstart: {start}\ncall: "{BEGIN}" {rest}\n'
-    start = 'call | TEXT' if is_single else 'call* TEXT'
-    return f'%llguidance {{}}\nstart: {start}\nTEXT: /(.|\\n)*/\nbegin[lazy]: TEXT "{BEGIN}"\ncall: begin {rest}\n'
+        start = ['start: call' if is_single else 'start: call ("\\n" call)*']
+    else:
+        start = ['start: call | TEXT' if is_single else 'start: call* TEXT', 'TEXT: /(.|\\n)*/']
+        start += [f'begin[lazy]: TEXT "{BEGIN}"']
+    # Each schema is the root of its references, such as `#/$defs/a`.
+    rules = [f'call_{index}: {call}' for index, call in enumerate(calls)]
+    names = ' | '.join(f'call_{index}' for index in range(len(calls)))
+    return '\n'.join(['%llguidance {}', *start, f'call: {begin} "\\n" ({names}) "\\n{END}"', *rules, ''])
 
 
-def _call_schema(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        'type': 'object',
-        'properties': {'name': {'const': name}, 'arguments': arguments},
-        'required': ['name', 'arguments'],
-        'additionalProperties': False,
-    }
+def _call_rule(name: str, arguments: Mapping[str, Any]) -> str:
+    """Returns the content of a grammar rule for the calls of one function."""
+    before = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
+    schema = json.dumps({**arguments, 'x-guidance': _WHITESPACE}, ensure_ascii=False)
+    return f'{before} %json {schema} "}}"'
 
 
 class ToolCallParser:

@@ -211,7 +211,8 @@ class LimitedProcess:
         fork = LimitedProcess.__new__(LimitedProcess)
         fork._settings, fork._limits, fork._lock, fork._is_fork = self._settings, self._limits, threading.Lock(), True
         fork._request_bytes = 0
-        connection, other = socket.socketpair()
+        with _checked_start():
+            connection, other = socket.socketpair()
         with self._lock, other:
             try:
                 ours = self._running.connection or self._start()
@@ -266,7 +267,8 @@ class LimitedProcess:
         if self._is_fork:
             raise ProcessFailedError('has no process')
         path = [str(Path(maxlm.__file__).parents[1]), *(os.path.abspath(folder) for folder in sys.path if folder)]
-        process, connection = start_interpreter(_SERVER, self._settings, path=path, environment=_ENVIRONMENT)
+        with _checked_start():
+            process, connection = start_interpreter(_SERVER, self._settings, path=path, environment=_ENVIRONMENT)
 
         def end(seconds: float) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -276,12 +278,11 @@ class LimitedProcess:
         self._running.connection, self._running.end_process = connection, end
         connection.settimeout(_START_SECONDS)
         try:
-            receive(connection)
-        except BaseException as error:
+            with _checked_start():
+                receive(connection)
+        except BaseException:
             self.close()
-            if not isinstance(error, (OSError, EOFError)):
-                raise
-            raise ProcessFailedError(f'cannot start its process: {error}') from None
+            raise
         return connection
 
     def _end_fork(self, process_id: bytes, seconds: float) -> int | None:
@@ -307,6 +308,15 @@ class LimitedProcess:
 def limited_process(function: str, limits: ProcessLimits | None = None, *, nice: int = 0) -> LimitedProcess:
     """Returns the handle for a function, which is shared in this process. Forks do not share it. See LimitedProcess."""
     return _shared(os.getpid(), function, limits, nice)
+
+
+@contextlib.contextmanager
+def _checked_start() -> Iterator[None]:
+    """Raises ProcessFailedError if the system has no more processes, descriptors or memory."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        raise ProcessFailedError(f'cannot start its process: {error}') from None
 
 
 @functools.lru_cache

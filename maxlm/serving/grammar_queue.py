@@ -146,6 +146,7 @@ class GrammarQueue:
             self._start_error = str(error)
             raise ApiError(503, str(error), kind=SERVER, code='grammars_unavailable') from None
         except InputError as error:
+            self._start_error = ''
             self._metrics.grammars.labels('refused').inc()
             raise self._named(error, request, parsed, is_cancelled) from None
 

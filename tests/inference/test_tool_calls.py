@@ -23,9 +23,9 @@ ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 12}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-def can_be(text, **options):
+def can_be(text, functions=FUNCTIONS, **options):
     """Returns True if the grammar allows the text and its end."""
-    matcher = start(TOKENIZER, call_grammar(FUNCTIONS, **options))
+    matcher = start(TOKENIZER, call_grammar(functions, **options))
     ids = TOKENIZER.encode_batch([text])[0].tolist()
     return all(map(matcher.accept, ids)) and matcher.accept(TOKENIZER.end_of_document)
 
@@ -42,6 +42,24 @@ def test_the_grammar_allows_calls_of_the_functions_only(is_required, is_single):
     wrong_names = ADD.replace('add', 'sub'), ADD.replace('"a"', '"b"')
     for text in (*wrong_names, ADD.replace('12', '"12"'), NOW.replace('{}', '{"a": 1}'), ADD[:-3]):
         assert not can_be(text, **options), text
+
+
+def test_references_are_relative_to_the_schema_of_their_function():
+    def tree(kind):
+        child = {'anyOf': [{'$ref': '#/$defs/tree'}, {'type': 'null'}]}
+        node = {
+            'type': 'object',
+            'properties': {'value': {'type': kind}, 'child': child},
+            'additionalProperties': False,
+        }
+        return {'$defs': {'tree': node}, '$ref': '#/$defs/tree'}
+
+    # One name is the beginning of the other, and one has characters that JSON escapes.
+    functions = {'f': tree('integer'), 'f"\\é': tree('string')}
+    call = '<tool_call>\n{"name": %s, "arguments": {"value": %s, "child": {"value": %s}}}\n</tool_call>'
+    for name, good, bad in (('"f"', '1', '"a"'), ('"f\\"\\\\é"', '"a"', '1')):
+        assert can_be(call % (name, good, good), functions, is_required=True, is_single=True)
+        assert not can_be(call % (name, good, bad), functions, is_required=True, is_single=True)
 
 
 TEXTS = {

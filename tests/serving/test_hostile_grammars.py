@@ -243,10 +243,11 @@ def test_a_client_that_leaves_ends_the_compilation(server, engine):
     assert post(server, PLAIN)[0] == 200
 
 
-def test_health_names_a_process_that_cannot_start(server, engine, monkeypatch):
+@pytest.mark.parametrize(('schema', 'later'), [({'const': 2001}, 200), ({'type': 'unknown-2001'}, 400)])
+def test_health_names_a_process_that_cannot_start(server, engine, monkeypatch, schema, later):
     monkeypatch.setattr('maxlm.sandbox.limited_process._SERVER', 'maxlm.nothing:serve')
     engine._grammars._host.close()
-    status, content = post(server, constrained({'const': 2001}))
+    status, content = post(server, constrained(schema))
     assert (status, content['error']['code']) == (503, 'grammars_unavailable')
     status, text = get(server, '/health')
     assert status == 200
@@ -254,7 +255,7 @@ def test_health_names_a_process_that_cannot_start(server, engine, monkeypatch):
     assert 'cannot start its process' in text
     assert post(server, PLAIN)[0] == 200
     monkeypatch.undo()
-    assert post(server, constrained({'const': 2001}))[0] == 200
+    assert post(server, constrained(schema))[0] == later
     assert get(server, '/health')[1] == '{"status":"ok"}'
 
 

@@ -43,20 +43,27 @@ def start_interpreter(
         arguments: arguments of the function after the socket.
         path: directories to search for modules before those of the standard library.
         environment: environment variables.
+
+    Raises:
+        OSError: the system has no more processes, descriptors or memory.
     """
     connection, other = socket.socketpair()
     module, _, name = function.partition(':')
     with other:
-        process = subprocess.Popen(
-            [*_PYTHON, _BOOTSTRAP, module, name, str(other.fileno()), json.dumps(path), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[other.fileno()],
-            env=dict(environment),
-            cwd='/',
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                [*_PYTHON, _BOOTSTRAP, module, name, str(other.fileno()), json.dumps(path), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env=dict(environment),
+                cwd='/',
+                start_new_session=True,
+            )
+        except BaseException:
+            connection.close()
+            raise
     return process, connection
 
 

@@ -1,8 +1,10 @@
 """Tests that a grammar that exceeds a limit fails alone, and that its processes always end."""
 
+import errno
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -130,6 +132,20 @@ def test_a_killed_process_of_a_grammar_is_not_the_fault_of_the_schema():
         child.kill()
         until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     assert some.complete([request])[0][0].finish_reason == 'length'
+
+
+@pytest.mark.parametrize('function', ['socketpair', 'Popen'])
+def test_a_system_without_processes_or_descriptors(grammars, monkeypatch, function):
+    def fail(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
+
+    if function == 'Popen':
+        grammars.close()
+    monkeypatch.setattr(socket if function == 'socketpair' else subprocess, function, fail)
+    with pytest.raises(GrammarsUnavailableError, match='cannot start its process'):
+        grammars.compile(ARRAY)
+    monkeypatch.undo()
+    assert grammars.compile(ARRAY).first_mask.any()
 
 
 def test_a_process_that_cannot_start(grammars, monkeypatch):

@@ -51,7 +51,7 @@ FINDINGS = """(() => {
   const names = 'P H3 H4 H5 H6 UL OL LI BLOCKQUOTE PRE CODE EM STRONG S A HR TABLE THEAD TBODY TR TH TD DIV SPAN '
     + 'BUTTON';
   const isBad = (node) => !names.split(' ').includes(node.tagName)
-    || [...node.attributes].some(({ name }) => !(attributes[node.tagName] ?? []).includes(name))
+    || [...node.attributes].some(({ name }) => ![...attributes[node.tagName] ?? [], 'dir'].includes(name))
     || node.tagName === 'A' && (node.target !== '_blank' || node.rel !== 'noopener noreferrer'
       || node.hasAttribute('href') && (!/^(https?|mailto):$/.test(node.protocol) || node.host === location.host));
   return [...document.querySelectorAll('#log .content *')].filter(isBad).map((node) => node.outerHTML);
@@ -124,6 +124,17 @@ def test_the_elements_of_markdown(tab):
     assert links == [[address, '_blank', 'noopener noreferrer'] for address in addresses]
     tab.look(width=360, mobile=True)
     assert tab.run('document.documentElement.scrollWidth') == 360
+
+
+def test_each_block_has_the_direction_of_its_language(tab):
+    show(
+        tab, 'one\n\n\u0645\u0631\u062d\u0628\u0627 (two):\n\n- \u05e9\u05dc\u05d5\u05dd\n  ```\n  x\n  ```\n\n1. three'
+    )
+    found = tab.run(
+        "['#log p', '#log p ~ p', '#log ul', '#log ul pre', '#log ol'].map((name) => "
+        'getComputedStyle(document.querySelector(name)).direction)'
+    )
+    assert found == ['ltr', 'rtl', 'rtl', 'ltr', 'ltr']
 
 
 def test_hostile_outputs_run_nothing_and_load_nothing(tab):

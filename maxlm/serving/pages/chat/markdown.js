@@ -101,6 +101,8 @@ function renderTokens(tokens) {
     link.target = '_blank';
     link.rel = 'noopener noreferrer';
   }
+  // Text that begins with Arabic or Hebrew, and its lists and tables, run from right to left.
+  for (const block of fragment.children) block.dir = 'auto';
   return fragment;
 }
 
