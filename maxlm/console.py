@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 
@@ -48,7 +47,7 @@ def survive_lost_terminal(*, output_is_optional: bool) -> None:
         if getattr(sys, name) is None:
             # The process was started without the descriptor, as with `>&-`. The new stream uses it again. Otherwise
             # another file would, and would contain the output of libraries and child processes.
-            setattr(sys, name, Path(os.devnull).open('r' if name == 'stdin' else 'w', encoding='utf-8'))
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), 'r' if name == 'stdin' else 'w'))
     for name in ('stdout', 'stderr'):
         stream = getattr(sys, name)
         # A test may have replaced the stream.
