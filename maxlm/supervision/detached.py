@@ -26,6 +26,7 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.regular_files import open_descriptor, read_text
 from maxlm.workdir.lock import LOCK
+from maxlm.workdir.run_storage import cache_directory
 
 LOGS = 'logs'
 # Maximum time to wait until the run holds its workdir. A later failure is only in the log.
@@ -52,12 +53,13 @@ def detached_files(workdir: str) -> DetachedFiles:
     return DetachedFiles((folder / f'console-{name}.log').absolute(), (folder / f'console-{name}.pid').absolute())
 
 
-def start_detached(workdir: str, run: Callable[[], int]) -> int:
+def start_detached(workdir: str, run: Callable[[], int], *, cache: str) -> int:
     """Calls `run` in a new process without a terminal, and returns when its training has started or it has failed.
 
     Args:
         workdir: workdir of the run.
         run: function that supervises the command and returns its exit code.
+        cache: cache directory of the command, which contains the lock of a run in a bucket.
 
     Returns:
         EXIT_DONE after a start, or the exit code of `run`.
@@ -81,7 +83,8 @@ def start_detached(workdir: str, run: Callable[[], int]) -> int:
                 f'--workdir={workdir}: the detached process {read_text(files.pid).strip()} is using it; stop it with '
                 f'maxlm supervise --stop {_quoted(workdir)}'
             )
-        before = _lock_of(workdir)
+        lock = (cache_directory(workdir, cache) if is_url(workdir) else Path(workdir)) / LOCK
+        before = _text_of(lock)
         shown = log.tell()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -95,7 +98,7 @@ def start_detached(workdir: str, run: Callable[[], int]) -> int:
                 raise InputError(f'{files.pid}: {os_message(error)}; choose another --workdir') from error
             _leave_terminal(log)
             return run()
-    status = _wait_for_start(workdir, pid, files, before, shown)
+    status = _wait_for_start(workdir, pid, files, lock, before, shown)
     if status is None:
         return EXIT_DONE
     if created:
@@ -156,13 +159,13 @@ def _leave_terminal(log: BinaryIO) -> None:
         os.dup2(log.fileno(), descriptor)
 
 
-def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, before: str, shown: int) -> int | None:
+def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, lock: Path, before: str, shown: int) -> int | None:
     """Copies the log to stderr until the run has started. Returns the status of the process if it ended before."""
     end = time.monotonic() + START_SECONDS
     has_started = False
     while not has_started and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        has_started = _lock_of(workdir) not in ('', before)
+        has_started = _text_of(lock) not in ('', before)
         found, status = os.waitpid(pid, os.WNOHANG)
         with files.log.open('rb') as log:
             log.seek(shown)
@@ -188,10 +191,10 @@ def _quoted(workdir: str) -> str:
     return shlex.quote(f'./{workdir}' if workdir.startswith('-') else workdir)
 
 
-def _lock_of(workdir: str) -> str:
-    """Returns the text of the run's lock; '' without a lock or for a URL."""
+def _text_of(lock: Path) -> str:
+    """Returns the text of the run's lock; '' without a lock."""
     with contextlib.suppress(OSError):
-        return '' if is_url(workdir) else read_text(Path(workdir, LOCK))
+        return read_text(lock)
     return ''
 
 

@@ -10,6 +10,7 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.supervise import main
 from maxlm.supervision import detached
+from maxlm.workdir.run_storage import cache_directory
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -175,6 +176,25 @@ def test_a_run_that_does_not_stop_is_reported(running, monkeypatch, capsys):
     pid = pid_of(workdir)
     assert exit_code(main, [f'--stop={workdir}']) == EXIT_DONE
     assert capsys.readouterr().out.count(f'kill -KILL -- -{pid} ends it without a save\n') == 1
+
+
+def test_a_workdir_in_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url, cache = 'gs://bucket/run', tmp_path / 'cache'
+    local = cache_directory(url, str(cache))
+    local.mkdir(parents=True)
+    program = TRAINING.replace("sys.argv[1].removeprefix('--workdir=')", repr(str(local)))
+    command = [sys.executable, '-S', '-c', program, f'--config.data.cache_dir={cache}', f'--workdir={url}']
+    done = subprocess.run(
+        [sys.executable, '-m', 'maxlm.supervise', '--detach', '--', *command],
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith('started: process')
+    assert exit_code(main, [f'--stop={url}']) == EXIT_DONE
+    assert (local / 'saved').exists()
 
 
 def test_files_of_a_workdir_in_a_bucket(tmp_path, monkeypatch):
