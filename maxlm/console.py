@@ -43,9 +43,14 @@ def survive_lost_terminal(*, output_is_optional: bool) -> None:
         output_is_optional: discard text after all errors, such as a full disk, or a pipe without a reader as in
             `maxlm train | tee log`.
     """
+    for name in ('stdin', 'stdout', 'stderr'):
+        if getattr(sys, name) is None:
+            # The process was started without the descriptor, as with `>&-`. The new stream uses it again. Otherwise
+            # another file would, and would contain the output of libraries and child processes.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), 'r' if name == 'stdin' else 'w'))
     for name in ('stdout', 'stderr'):
         stream = getattr(sys, name)
-        # The stream may be closed, or replaced by a test.
+        # A test may have replaced the stream.
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f'__{name}__'):
             continue
         stream.flush()

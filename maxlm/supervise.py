@@ -19,13 +19,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from maxlm.config.schema import DataConfig
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, flag, run_command
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.supervision.detached import start_detached, stop_detached
 from maxlm.supervision.elastic import ElasticSettings, ElasticSupervisor
 from maxlm.supervision.host_counts import host_counts, load_config
-from maxlm.supervision.restarts import Policy, find_workdir
+from maxlm.supervision.restarts import Policy, find_option, find_workdir
 from maxlm.supervision.supervisor import Supervisor
 
 
@@ -106,7 +107,10 @@ def main(argv: list[str]) -> int:
     if options.dry_run:
         print(f'would run: {shlex.join(command)}')
         return EXIT_DONE
-    return start_detached(policy.workdir, supervisor.run) if options.detach else supervisor.run()
+    if not options.detach:
+        return supervisor.run()
+    cache = find_option(command, '--config.data.cache_dir') or DataConfig().cache_dir
+    return start_detached(policy.workdir, supervisor.run, cache=cache)
 
 
 def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workdir: str) -> ElasticSettings:

@@ -140,3 +140,21 @@ def test_signals_of_other_commands(number, ignored, code):
     assert process.wait(60) == code
     last = process.stderr.read().splitlines()[-1]
     assert last == 'progress' if code == EXIT_DONE else last.endswith('stopped; run the same command again to continue')
+
+
+@pytest.mark.parametrize('closed', ['>&-', '2>&-', '<&- >&- 2>&-'])
+def test_commands_without_output_descriptors(tmp_path, closed):
+    # A file that the command opens must not receive its output.
+    command = 'from maxlm.errors import run_command; run_command(lambda argv: print(open("file", "w").fileno() > 2))'
+    done = subprocess.run(
+        ['sh', '-c', f'"$0" -c "$1" {closed}; echo $? >code', sys.executable, command],
+        cwd=tmp_path,
+        env={'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ''
+    assert done.stdout in ('', 'True\n')
+    assert (tmp_path / 'code').read_text() == f'{EXIT_DONE}\n'
+    assert (tmp_path / 'file').read_text() == ''

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -24,10 +26,13 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.regular_files import open_descriptor, read_text
 from maxlm.workdir.lock import LOCK
+from maxlm.workdir.run_storage import cache_directory
 
 LOGS = 'logs'
 # Maximum time to wait until the run holds its workdir. A later failure is only in the log.
 START_SECONDS = 120.0
+# Time after which `stop_detached` says that the run may hang. It keeps waiting, because a save can take minutes.
+STOP_SECONDS = 60.0
 POLL_SECONDS = 0.2
 _UNSAFE = re.compile(r'[^\w.-]+')
 
@@ -48,12 +53,13 @@ def detached_files(workdir: str) -> DetachedFiles:
     return DetachedFiles((folder / f'console-{name}.log').absolute(), (folder / f'console-{name}.pid').absolute())
 
 
-def start_detached(workdir: str, run: Callable[[], int]) -> int:
+def start_detached(workdir: str, run: Callable[[], int], *, cache: str) -> int:
     """Calls `run` in a new process without a terminal, and returns when its training has started or it has failed.
 
     Args:
         workdir: workdir of the run.
         run: function that supervises the command and returns its exit code.
+        cache: cache directory of the command, which contains the lock of a run in a bucket.
 
     Returns:
         EXIT_DONE after a start, or the exit code of `run`.
@@ -67,7 +73,7 @@ def start_detached(workdir: str, run: Callable[[], int]) -> int:
     created = [folder for folder in (files.log.parent, files.log.parent.parent) if not folder.exists()]
     try:
         files.log.parent.mkdir(parents=True, exist_ok=True)
-        pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR | os.O_CREAT), 'r+b')
+        pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR | os.O_CREAT), 'r+b', buffering=0)
         log = os.fdopen(open_descriptor(str(files.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 'ab')
     except OSError as error:
         raise InputError(f'{files.log}: {os_message(error)}; choose a writable --workdir') from error
@@ -75,21 +81,24 @@ def start_detached(workdir: str, run: Callable[[], int]) -> int:
         if not _lock(pid_file):
             raise InputError(
                 f'--workdir={workdir}: the detached process {read_text(files.pid).strip()} is using it; stop it with '
-                f'maxlm supervise --stop {shlex.quote(workdir)}'
+                f'maxlm supervise --stop {_quoted(workdir)}'
             )
-        before = _lock_of(workdir)
+        lock = (cache_directory(workdir, cache) if is_url(workdir) else Path(workdir)) / LOCK
+        before = _text_of(lock)
         shown = log.tell()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
             # It shares the lock, which ends with the last process that has the file open.
-            pid_file.truncate(0)
-            pid_file.write(f'{os.getpid()}\n'.encode())
-            pid_file.flush()
+            try:
+                pid_file.truncate(0)
+                pid_file.write(f'{os.getpid()}\n'.encode())
+            except OSError as error:
+                raise InputError(f'{files.pid}: {os_message(error)}; choose another --workdir') from error
             _leave_terminal(log)
             return run()
-    status = _wait_for_start(workdir, pid, files, before, shown)
+    status = _wait_for_start(workdir, pid, files, lock, before, shown)
     if status is None:
         return EXIT_DONE
     if created:
@@ -126,8 +135,16 @@ def stop_detached(workdir: str) -> int:
         pid = int(text)
         os.kill(pid, signal.SIGTERM)
         print(f'stopping process {pid}, which saves first', flush=True)
+        slow = time.monotonic() + STOP_SECONDS
         while not _lock(pid_file):
             time.sleep(POLL_SECONDS)
+            if time.monotonic() > slow:
+                slow = math.inf
+                print(
+                    f'still running after {STOP_SECONDS:g} s: tail -f {shlex.quote(str(files.log))} shows its output; '
+                    f'kill -KILL -- -{pid} ends it without a save',
+                    flush=True,
+                )
     print(f'stopped; its log is {files.log}')
     return EXIT_DONE
 
@@ -142,13 +159,13 @@ def _leave_terminal(log: BinaryIO) -> None:
         os.dup2(log.fileno(), descriptor)
 
 
-def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, before: str, shown: int) -> int | None:
+def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, lock: Path, before: str, shown: int) -> int | None:
     """Copies the log to stderr until the run has started. Returns the status of the process if it ended before."""
     end = time.monotonic() + START_SECONDS
     has_started = False
     while not has_started and time.monotonic() < end:
         time.sleep(POLL_SECONDS)
-        has_started = _lock_of(workdir) not in ('', before)
+        has_started = _text_of(lock) not in ('', before)
         found, status = os.waitpid(pid, os.WNOHANG)
         with files.log.open('rb') as log:
             log.seek(shown)
@@ -158,7 +175,7 @@ def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, before: str, s
         sys.stderr.flush()
         if found:
             return status
-    quoted = shlex.quote(workdir)
+    quoted = _quoted(workdir)
     state = 'started' if has_started else f'still starting after {START_SECONDS:g} s'
     print(
         f'{state}: process {pid}, which continues without this terminal\n'
@@ -169,14 +186,19 @@ def _wait_for_start(workdir: str, pid: int, files: DetachedFiles, before: str, s
     return None
 
 
-def _lock_of(workdir: str) -> str:
-    """Returns the text of the run's lock; '' without a lock or for a URL."""
+def _quoted(workdir: str) -> str:
+    """Returns a workdir as an argument of a command in a shell. It is not an option, even if it begins with `-`."""
+    return shlex.quote(f'./{workdir}' if workdir.startswith('-') else workdir)
+
+
+def _text_of(lock: Path) -> str:
+    """Returns the text of the run's lock; '' without a lock."""
     with contextlib.suppress(OSError):
-        return '' if is_url(workdir) else read_text(Path(workdir, LOCK))
+        return read_text(lock)
     return ''
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock(file: BinaryIO | FileIO) -> bool:
     """Locks a file until its descriptor is closed. Returns False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

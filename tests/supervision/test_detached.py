@@ -10,6 +10,7 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.supervise import main
 from maxlm.supervision import detached
+from maxlm.workdir.run_storage import cache_directory
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
@@ -144,6 +145,56 @@ def test_a_damaged_process_id_ends_no_process(running, capsys, text):
     assert 'not a process ID' in capsys.readouterr().err
     path.write_text(str(pid))
     assert exit_code(main, [f'--stop={workdir}']) == EXIT_DONE
+
+
+def test_a_workdir_that_looks_like_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = start('-run')
+    assert 'stop:   maxlm supervise --stop ./-run\n' in done.stdout
+    assert 'watch:  maxlm monitor ./-run\n' in done.stdout
+    assert exit_code(main, ['--stop', './-run']) == EXIT_DONE
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    words = ['--detach', '--', 'true', f'--workdir={tmp_path / "run"}']
+    done = subprocess.run(
+        ['sh', '-c', 'ulimit -f 0; exec "$@"', 'sh', sys.executable, '-m', 'maxlm.supervise', *words],
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == EXIT_BAD_INPUT
+    assert done.stderr.count('\n') == 1
+    assert done.stderr.endswith('.pid: File too large; choose another --workdir\n')
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_does_not_stop_is_reported(running, monkeypatch, capsys):
+    workdir, _ = running
+    monkeypatch.setattr(detached, 'STOP_SECONDS', 0.05)
+    pid = pid_of(workdir)
+    assert exit_code(main, [f'--stop={workdir}']) == EXIT_DONE
+    assert capsys.readouterr().out.count(f'kill -KILL -- -{pid} ends it without a save\n') == 1
+
+
+def test_a_workdir_in_a_bucket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    url, cache = 'gs://bucket/run', tmp_path / 'cache'
+    local = cache_directory(url, str(cache))
+    local.mkdir(parents=True)
+    program = TRAINING.replace("sys.argv[1].removeprefix('--workdir=')", repr(str(local)))
+    command = [sys.executable, '-S', '-c', program, f'--config.data.cache_dir={cache}', f'--workdir={url}']
+    done = subprocess.run(
+        [sys.executable, '-m', 'maxlm.supervise', '--detach', '--', *command],
+        env=os.environ | {'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith('started: process')
+    assert exit_code(main, [f'--stop={url}']) == EXIT_DONE
+    assert (local / 'saved').exists()
 
 
 def test_files_of_a_workdir_in_a_bucket(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maxlm.data.chat.escape import special_token_pattern
-from maxlm.data.chat.marks import messages_in, read_marks
+from maxlm.data.chat.marks import ContentSpans, read_marks
 from maxlm.data.chat.rendered import ChatError, Span
 from maxlm.data.chat.turns import NO_END, Render, mark_visibly
 from maxlm.data.documents.messages import Message
@@ -37,7 +37,8 @@ def find_blocks(
     spans = [Span(*span) for span in output.blocks()]
     if not is_trusted:
         _, marks = mark_visibly(messages, render, output.text)
-        owners = {owner for span in spans for owner in messages_in(marks, *span)}
+        contents = ContentSpans(marks)
+        owners = {owner for span in spans for owner in contents.messages_in(*span)}
         if others := [messages[owner]['role'] for owner in sorted(owners) if messages[owner]['role'] != 'assistant']:
             raise ChatError(
                 f'the chat template has a message of the role {others[0]} between {{% generation %}} and '

@@ -6,6 +6,8 @@ that strip a text keep the mark.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -77,16 +79,27 @@ def read_marks(output: str) -> MarkedText:
     return MarkedText(''.join([*parts, output[place:]]), tuple(marks))
 
 
-def messages_in(marks: Sequence[TextMark], start: int, stop: int) -> set[int]:
-    """Returns the indices of the messages whose contents have a part in the positions [start, stop)."""
-    opened: dict[int, int] = {}
-    found = set()
-    for place, kind, owner in marks:
-        if kind == OPEN:
-            opened[owner] = place
-        elif kind == CLOSE and start < place and opened.get(owner, place - 1) < stop:
-            found.add(owner)
-    return found
+class ContentSpans:
+    """Positions of the contents of messages in an output."""
+
+    def __init__(self, marks: Sequence[TextMark]):
+        opened: dict[int, int] = {}
+        spans = []
+        for place, kind, owner in marks:
+            if kind == OPEN:
+                opened[owner] = place
+            elif kind == CLOSE:
+                spans.append((opened.get(owner, place - 1), place, owner))
+        self._spans = spans
+        self._stops = [stop for _, stop, _ in spans]
+        # The smallest start of each span and all spans after it ends the search in `messages_in`.
+        self._next_starts = [*itertools.accumulate((start for start, _, _ in reversed(spans)), min)][::-1]
+
+    def messages_in(self, start: int, stop: int) -> set[int]:
+        """Returns the indices of the messages whose contents have a part in the positions [start, stop)."""
+        first = bisect.bisect_right(self._stops, start)
+        last = next((i for i in range(first, len(self._spans)) if self._next_starts[i] >= stop), len(self._spans))
+        return {owner for begin, _, owner in self._spans[first:last] if begin < stop}
 
 
 def _mark_message(message: Message, owner: int, kinds: Sequence[str]) -> Message:

@@ -20,10 +20,10 @@ from maxlm.data.chat.marks import (
     MARKINGS,
     NAME,
     OPEN,
+    ContentSpans,
     MarkedText,
     TextMark,
     mark_messages,
-    messages_in,
     read_marks,
 )
 from maxlm.data.chat.rendered import ChatError, Span
@@ -82,6 +82,16 @@ class TurnFinder:
         self.text = read_marks(render(messages)).text
         self._messages, self._marks = mark_visibly(messages, render, self.text)
         self._tokens = [found.span() for found in special.finditer(self.text)]
+        self._contents = ContentSpans(self._marks)
+        # Positions of the marks of each message, by kind.
+        self._places: dict[tuple[int, str], list[int]] = {}
+        for place, kind, owner in self._marks:
+            self._places.setdefault((owner, kind), []).append(place)
+        # Position after the last mark of the messages before each message.
+        self._ends = [0]
+        for owner in range(len(messages)):
+            ends = [*self._of(owner, CLOSE), *self._of(owner, NAME)]
+            self._ends.append(max(ends, default=self._ends[-1]))
         # Prompt after a message of each role, for the next turn.
         self._prompts: dict[str, str] = {}
 
@@ -105,62 +115,59 @@ class TurnFinder:
         return self.text[places[-1] : span.stop].lstrip() if places else ''
 
     def _start(self, owner: int) -> int:
-        here, _ = self._aligned(owner, None)
+        here = self._ends[owner]
         # A prompt after a mark does not contain other messages.
         role = self._messages[owner - 1]['role'] if self._is_marked(owner - 1) else ''
         known = self._prompts.get(role) if role else None
-        if known is not None and self.text.startswith(known, here.start):
-            return here.start + len(known)
-        marked = self._read(self._messages[:owner], add_generation_prompt=True)
-        here, prompt = self._aligned(owner, marked)
-        assert prompt is not None
+        if known is not None and self.text.startswith(known, here):
+            return here + len(known)
+        before, prompt = self._aligned(owner, self._read(self._messages[:owner], add_generation_prompt=True))
+        here = before.start
         expected = prompt.text[prompt.start :]
-        num = self._num_common(here, prompt)
+        num = self._num_common(before, prompt)
         if num == len(expected):
             self._prompts[role] = expected
-            return here.start + num
+            return here + num
         # The history does not contain all of the prompt, such as the beginning of the reasoning.
-        without = self._aligned(owner, self._read(self._messages[:owner]))[1]
-        assert without is not None
+        _, without = self._aligned(owner, self._read(self._messages[:owner]))
         header = self._num_common(prompt, without)
         limit = min((mark.place for mark in self._marks if mark.owner >= owner), default=len(self.text))
         if num <= header:
             # The template adds a text to the last message, or between messages.
-            place = self.text.find(expected[header:], here.start, limit) if self._marks and expected[header:] else -1
+            place = self.text.find(expected[header:], here, limit) if self._marks and expected[header:] else -1
             if place >= 0:
                 return place + len(expected) - header
             if num < header:
                 raise ChatError(_CHANGED)
-        opens = [mark.place for mark in self._marks if mark.owner == owner and mark.kind == OPEN]
-        place = here.start + num
+        opens = self._of(owner, OPEN)
+        place = here + num
         if opens and place >= opens[0]:
             return opens[0]
         # Equal first characters of the prompt's rest and of another text do not belong to the header.
-        while num > header and not self._is_boundary(here.start + num):
+        while num > header and not self._is_boundary(here + num):
             num -= 1
-        return here.start + num
+        return here + num
 
     def _end(self, owner: int, start: int) -> int:
         is_last = owner == len(self._messages) - 1
-        own = [mark.place for mark in self._marks if mark.owner == owner and mark.kind == CLOSE]
+        own = self._of(owner, CLOSE)
         if own and self._usual_end and not self._messages[owner].get('tool_calls'):
             # The content may end with spaces.
             place = _SOLID.search(self.text, own[-1])
             if place is not None and self.text.startswith(self._usual_end, place.start()):
                 return place.start() + len(self._usual_end)
         other = self._followed() if is_last else self._read(self._messages[: owner + 1])
+        here = self._ends[owner + 1]
         if other is not None:
-            here, there = self._aligned(owner + 1, other)
-            assert there is not None
-            stop = here.start + self._num_common(here, there)
-            ends = [end for begin, end in self._tokens if max(start, here.start) <= begin and end <= stop]
+            after, there = self._aligned(owner + 1, other)
+            here = after.start
+            stop = here + self._num_common(after, there)
+            ends = [end for begin, end in self._tokens if max(start, here) <= begin and end <= stop]
             # Without a mark, the last token may precede the content.
             if ends and (self._is_marked(owner) or self._is_usual(ends[-1])):
                 return ends[-1]
-        else:
-            here = self._aligned(owner + 1, None)[0]
         # The last turn may end with a token that no other turn ends with.
-        following = next((token for token in self._tokens if token[0] >= max(start, here.start)), None)
+        following = next((token for token in self._tokens if token[0] >= max(start, here)), None)
         if following is None or not (self._is_marked(owner) or (self._usual_end and self._is_usual(following[1]))):
             raise ChatError(NO_END)
         if not is_last and not self._closes_messages(owner, start, following):
@@ -168,7 +175,11 @@ class TurnFinder:
         return following[1]
 
     def _is_marked(self, owner: int) -> bool:
-        return any(mark.owner == owner and mark.kind in (CLOSE, NAME) for mark in self._marks)
+        return bool(self._of(owner, CLOSE) or self._of(owner, NAME))
+
+    def _of(self, owner: int, kind: str) -> Sequence[int]:
+        """Returns the positions of the marks of a message."""
+        return self._places.get((owner, kind), ())
 
     def _is_usual(self, stop: int) -> bool:
         """Returns True if the token that ends at a position ends turns of another conversation; True if unknown."""
@@ -177,7 +188,7 @@ class TurnFinder:
 
     def _closes_messages(self, owner: int, start: int, token: tuple[int, int]) -> bool:
         """Returns True if a token also ends the message before a turn, and another token begins the turn."""
-        before = self._aligned(owner, None)[0].start
+        before = self._ends[owner]
         tokens = [self.text[a:b] for a, b in self._tokens if before <= a and b <= start]
         return before > 0 and len(tokens) > 1 and tokens[0] == self.text[slice(*token)]
 
@@ -196,19 +207,18 @@ class TurnFinder:
 
     def _check(self, spans: Sequence[Span], owner: int) -> None:
         span = spans[-1]
-        own = [mark.place for mark in self._marks if mark.owner == owner and mark.kind == CLOSE]
+        own = self._of(owner, CLOSE)
         is_outside = own and not span.start <= min(own) <= max(own) <= span.stop
         overlaps = len(spans) > 1 and span.start < spans[-2].stop
-        if is_outside or overlaps or messages_in(self._marks, *span) - {owner}:
+        if is_outside or overlaps or self._contents.messages_in(*span) - {owner}:
             raise ChatError(f'the chat template mixes an assistant turn with other messages; {_REMEDY}')
 
     def _read(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> MarkedText:
         return read_marks(self._render(messages, add_generation_prompt=add_generation_prompt))
 
-    def _aligned(self, stop: int, other: MarkedText | None) -> tuple[_Tail, _Tail | None]:
+    def _aligned(self, stop: int, other: MarkedText) -> tuple[_Tail, _Tail]:
         """Returns this output and another one after the last mark of messages before `stop` that both contain."""
-        ours = _ends(self._marks, stop)
-        theirs = ours if other is None else _ends(other.marks, stop)
+        ours, theirs = _ends(self._marks, stop), _ends(other.marks, stop)
         # A later message may repeat a name.
         pairs = [
             (owner, *list(zip(places, theirs[owner, kind], strict=False))[-1])
@@ -216,7 +226,7 @@ class TurnFinder:
             if (owner, kind) in theirs
         ]
         _, here, there = max(pairs, default=(-1, 0, 0))
-        return _Tail(self.text, here), None if other is None else _Tail(other.text, there)
+        return _Tail(self.text, here), _Tail(other.text, there)
 
     def _num_common(self, a: _Tail, b: _Tail) -> int:
         """Returns the number of equal characters at the start of two tails, without a part of a special token."""

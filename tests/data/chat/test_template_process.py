@@ -57,6 +57,22 @@ def test_a_bomb_is_a_one_line_error(name):
     assert ChatTemplate('{{ messages[0].content }}', name='x', limits=LIMITS).render(MESSAGES).text == 'a'
 
 
+@pytest.mark.parametrize('is_marked', [False, True])
+def test_many_short_turns_are_located_in_linear_time(is_marked):
+    # Time that grew with the square of the number of turns would exceed the limit several times.
+    text = '{{ m.content }}<|end|>'
+    if is_marked:
+        block = f'{{% generation %}}{text}{{% endgeneration %}}'
+        text = f"{{% if m.role == 'assistant' %}}{block}{{% else %}}{text}{{% endif %}}"
+    source = f'{{% for m in messages %}}<|{{{{ m.role }}}}|>{text}{{% endfor %}}'
+    source += '{% if add_generation_prompt %}<|assistant|>{% endif %}'
+    messages = MESSAGES * 7_000
+    template = RemoteTemplate(source, ProcessLimits(cpu_seconds=5))
+    rendered = template.render_with_spans(messages, special=('<|user|>', '<|assistant|>', '<|end|>'))
+    assert len(rendered.assistant_spans) == 7_000
+    assert {rendered.spelled(*span) for span in rendered.assistant_spans} == {'b<|end|>'}
+
+
 def test_a_slow_conversation_does_not_affect_others():
     source = f"{{% if messages[0].content == 'go' %}}{LOOPS}{{% endif %}}{{{{ messages[0].content }}}}"
     template = ChatTemplate(source, name='x', limits=LIMITS)
