@@ -495,9 +495,7 @@ def test_custom_code_is_ignored_for_supported_models(caplog):
     code = {'auto_map': {'AutoModelForCausalLM': 'modeling.Model'}}
     with caplog.at_level('WARNING', logger='maxlm'):
         check_supported(Fields({**LLAMA, **code}, 'CODE/config.json'), ARCHITECTURES)
-    assert [message.split(',')[0] for message in caplog.messages] == [
-        'CODE/config.json: auto_map names custom code'
-    ]
+    assert [message.split(',')[0] for message in caplog.messages] == ['CODE/config.json: auto_map names custom code']
     with pytest.raises(InputError, match='model_type=other is not supported'):
         check_supported(Fields({**code, 'model_type': 'other'}, 'x'), ARCHITECTURES)
     # The export has no such file.
