@@ -68,7 +68,7 @@ def apply_regex(request: bytes) -> bytes:
 
 
 def _probes(regex: str) -> Iterator[str]:
-    escaped = [chr(int(match[match.lastindex], 16)) for match in _ESCAPES.finditer(regex)]
+    escaped = [chr(int(next(filter(None, match.groups())), 16)) for match in _ESCAPES.finditer(regex)]
     # The library accepts no unpaired surrogates.
     characters = (character for character in dict.fromkeys([*escaped, *regex]) if surrogate_in(character) < 0)
     named = [character for character in characters if character not in _CLASSES][:_MAX_NAMED]
