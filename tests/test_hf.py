@@ -291,7 +291,6 @@ CONFIGS = [
     ({'model_type': 'bloom'}, ['ALiBi']),
     ({'num_local_experts': 8}, ['num_local_experts=8']),
     ({'quantization_config': {'bits': 8}}, ['quantization_config']),
-    ({'auto_map': {'AutoModel': 'a.b'}}, ['auto_map']),
     ({'rope_parameters': {'rope_type': 'longrope'}}, ['longrope']),
     ({'attention_bias': True}, ['q_proj.bias', 'missing']),
     ({'hidden_act': 'tanh'}, ['hidden_act', 'tanh']),

@@ -43,10 +43,6 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
     kind = values.get('model_type')
     if not isinstance(kind, str):
         raise InputError(f'{source}: model_type is missing; set it to one of {", ".join(supported)}')
-    if values.get('auto_map'):
-        raise config.error(
-            'auto_map', 'the model requires custom code, which maxlm does not run; use a model without auto_map'
-        )
     quantization = values.get('quantization_config') or {}
     if not isinstance(quantization, dict):
         raise config.error('quantization_config', 'must be a JSON object')
@@ -70,6 +66,12 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
         )
     if kind not in supported:
         raise InputError(f'{source}: model_type={kind} is not supported; use one of {", ".join(supported)}')
+    if values.get('auto_map'):
+        # Published Phi-3 and DeepSeek models name the code that preceded their classes in Transformers.
+        warn_once(
+            f'{source}: auto_map names custom code, which maxlm ignores, like Transformers without trust_remote_code; '
+            f'the model is read as {kind}'
+        )
 
 
 AUTO = 'auto'

@@ -18,6 +18,7 @@ from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
+from maxlm.huggingface.export_peft import ADAPTER_CONFIG
 from maxlm.huggingface.json_fields import Fields, read_object
 from maxlm.huggingface.original_config import kept_config
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
@@ -49,8 +50,8 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         show: whether to show progress.
 
     Raises:
-        InputError: the model is not supported, its files are corrupt or inconsistent, or the output cannot be written.
-            No files remain.
+        InputError: the model is not supported or has an adapter of PEFT, its files are corrupt or inconsistent, or the
+            output cannot be written. No files remain.
     """
     workdir = check_new('--output', output)
     directory = Path(source).expanduser()
@@ -58,6 +59,11 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         raise InputError(
             f'--input={source}: no such directory; download a model of the Hugging Face Hub first, e.g. with '
             '`hf download NAME --local-dir DIR`'
+        )
+    if (directory / ADAPTER_CONFIG).exists():
+        raise InputError(
+            f'{directory / ADAPTER_CONFIG}: Transformers adds this PEFT adapter to the model, which the import does not '
+            "support; merge it with PEFT's merge_and_unload, or remove the file to import the model without the adapter"
         )
     path = directory / CONFIG
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))

@@ -101,8 +101,8 @@ def export_config(
     except InputError as error:
         logger.warning(f'{error}; config.json is written without the keys of the imported model')
         return {**written, **ids, _FORMER_DTYPE_KEY: dtype}
-    # The weights are not quantized any more.
-    merged = {key: value for key, value in original.items() if key != 'quantization_config'}
+    # The weights are not quantized any more, and the custom code of the original is not exported.
+    merged = {key: value for key, value in original.items() if key not in ('quantization_config', 'auto_map')}
     merged |= {key: value for key, value in written.items() if key not in before or before[key] != value}
     merged['architectures'] = written['architectures']
     keys = [key for key in _DTYPE_KEYS if key in original] or [_FORMER_DTYPE_KEY]

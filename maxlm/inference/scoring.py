@@ -148,7 +148,8 @@ class LogprobScorer:
             show: show a progress bar.
 
         Raises:
-            InputError: a context or a continuation is empty, or a continuation is longer than the model's context.
+            InputError: a context or a continuation is empty, a continuation is longer than the model's context, or the
+                model has no row for a token.
         """
         log_prob = np.zeros(len(requests))
         is_greedy = np.ones(len(requests), bool)
@@ -208,6 +209,12 @@ class LogprobScorer:
                     f'{self.max_length}, the context length of the model'
                 )
             text = (*context, *continuation)[-(self.max_length + 1) :]
+            # A tokenizer can have tokens without a row in the model.
+            if (largest := max(text)) >= self._config.vocab_size:
+                raise InputError(
+                    f'request {number}: token id {largest} is not below model.vocab_size={self._config.vocab_size}; '
+                    'use the tokenizer of the model'
+                )
             by_tokens.setdefault(text[:-1], []).append(number)
         return [_Sequence(*pair) for pair in by_tokens.items()]
 

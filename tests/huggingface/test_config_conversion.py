@@ -9,7 +9,9 @@ import transformers
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
-from maxlm.huggingface.config_conversion import choose_architecture, from_config, to_config
+from maxlm.huggingface.config_conversion import check_supported, choose_architecture, from_config, to_config
+from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.original_config import export_config
 from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.small import LATENT, small_config
 
@@ -397,7 +399,6 @@ REFUSED = [
     ({**LLAMA, 'quantization_config': {'bits': 4}}, ['quantization_config']),
     ({**LLAMA, 'quantization_config': {'quant_method': 'awq'}}, ["quant_method='awq'", 'fp8 or mxfp4']),
     ({**LLAMA, 'quantization_config': [4]}, ['quantization_config=[4]', 'JSON object']),
-    ({**LLAMA, 'auto_map': {'AutoConfig': 'x.Y'}}, ['auto_map', 'custom code']),
     ({**LLAMA, 'attention_bias': 1}, ['attention_bias=1', 'true or false']),
     ({**LLAMA, 'hidden_act': 'mish'}, ["hidden_act='mish'", 'silu']),
     ({**LLAMA, 'is_causal': False}, ['is_causal=False', 'is_causal=true']),
@@ -488,6 +489,20 @@ def test_values_that_are_ignored_are_logged(caplog):
         'IGNORED/config.json: sliding_window=-3 is not an integer of at least 1 and at most 2147483647; llama models '
         'ignore the key in Transformers, and so does maxlm'
     ]
+
+
+def test_custom_code_is_ignored_for_supported_models(caplog):
+    code = {'auto_map': {'AutoModelForCausalLM': 'modeling.Model'}}
+    with caplog.at_level('WARNING', logger='maxlm'):
+        check_supported(Fields({**LLAMA, **code}, 'CODE/config.json'), ARCHITECTURES)
+    assert [message.split(',')[0] for message in caplog.messages] == ['CODE/config.json: auto_map names custom code']
+    with pytest.raises(InputError, match='model_type=other is not supported'):
+        check_supported(Fields({**code, 'model_type': 'other'}, 'x'), ARCHITECTURES)
+    # The export has no such file.
+    model, row = from_config({**LLAMA, **code}, 'x'), ARCHITECTURES['llama']
+    exported = export_config({**LLAMA, **code, 'kept': 1}, model, row, ids={}, dtype='float32', is_trained=False)
+    assert exported['kept'] == 1
+    assert 'auto_map' not in exported
 
 
 def test_the_table_of_refusals_can_fail():

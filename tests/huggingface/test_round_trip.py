@@ -296,3 +296,12 @@ def test_a_tied_head_may_be_present_if_it_equals_the_embedding(tmp_path):
     with pytest.raises(InputError, match=r'lm_head\.weight differs from the embedding.*tie_word_embeddings'):
         import_(tmp_path / 'theirs', tmp_path / 'refused')
     assert not (tmp_path / 'refused').exists()
+
+
+def test_an_adapter_beside_the_model_is_refused(tmp_path):
+    # Transformers would load the model with the adapter.
+    save('llama one key head, tied', tmp_path / 'theirs')
+    (tmp_path / 'theirs/adapter_config.json').write_text('{"peft_type": "LORA"}')
+    with pytest.raises(InputError, match=r'adapter_config\.json: .*merge it with PEFT'):
+        import_(tmp_path / 'theirs', tmp_path / 'ours')
+    assert not (tmp_path / 'ours').exists()

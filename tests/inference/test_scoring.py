@@ -257,6 +257,7 @@ def test_spans_that_cannot_be_scored(found):
     for span, message in (
         (ScoringRequest([], [1]), 'request 1: its context must not be empty'),
         (ScoringRequest([1], []), 'request 1: its continuation must not be empty'),
+        (ScoringRequest([263], [1]), 'request 1: token id 263 is not below model.vocab_size=263'),
         (
             ScoringRequest([1], [2] * (CONTEXT + 1)),
             f'has {CONTEXT + 1} tokens; it must have at most {CONTEXT}, the context length of the model',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ def load_library(text: str, name: str) -> tokenizers.Tokenizer:
     """
     try:
         facts = parse_json(text)
+        if not isinstance(facts, dict):
+            raise InputError('is not a JSON object; give another file')
         # Check before loading: the library creates a table of all ids, and normalizes the added tokens.
         refuse_gaps(facts)
         check_limits(facts)
@@ -82,10 +84,9 @@ def decode(library: tokenizers.Tokenizer, ids: Sequence[int]) -> str:
         raise InputError(f'the tokenizer cannot decode ids: {error}; use another tokenizer') from error
 
 
-def refuse_gaps(facts: Any) -> None:
+def refuse_gaps(facts: Mapping[str, Any]) -> None:
     """Raises InputError if the ids of a tokenizer.json have large gaps. The library detects other mistakes."""
-    parts = facts if isinstance(facts, dict) else {}
-    model, added = parts.get('model'), parts.get('added_tokens')
+    model, added = facts.get('model'), facts.get('added_tokens')
     vocab = model.get('vocab') if isinstance(model, dict) else None
     # A Unigram vocabulary is a list in the order of the ids.
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))

@@ -86,7 +86,7 @@ class CompiledFunctions:
         Args:
             config: resolved config.
             layout: layout of the parameters.
-            num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
+            num_ids: number of ids that have a token and a row. A model may have additional padding ids without text.
             num_slots: number of slots, rounded up to a multiple of the devices that rows are sharded over.
             max_context: maximum number of positions per slot.
             int8: store keys and values in 8 bits.
@@ -207,7 +207,7 @@ class CompiledFunctions:
         if any(mask is not None for mask in masks):
             for row, mask in enumerate(masks):
                 if mask is not None:
-                    words[row] = mask
+                    words[row] = mask[: words.shape[1]]
             # On the devices like the masks below, so that the same program is called.
             return self.to_devices(TokenMask(words, np.array(True)))
         if len(masks) not in self._no_masks:

@@ -80,10 +80,11 @@ class Engine:
         context = model.config.model.max_positions
         check_settings(context, max_context=max_context, cache=cache, max_queue_size=max_queue_size)
         self.max_context = max_context or context
+        self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
         self._compiled = CompiledFunctions(
             model.config,
             model.layout,
-            num_ids=model.tokenizer.vocab_size,
+            num_ids=self._num_ids,
             num_slots=num_slots,
             max_context=self.max_context,
             int8=cache == 'int8',
@@ -92,7 +93,6 @@ class Engine:
         )
         self._params = self._compiled.prepare(cast_params(model.params, model.config, model.layout))
         self._tokenizer, self._stop_token_ids = model.tokenizer, frozenset(model.stop_token_ids)
-        self._num_ids = min(model.tokenizer.vocab_size, model.config.model.vocab_size)
         self._grammars = Grammars(model.tokenizer, self._stop_token_ids)
         self._max_queue_size = max_queue_size
         rings = self._compiled.ring_slots()

@@ -112,7 +112,7 @@ class ModelRunner:
         Args:
             config: resolved config.
             layout: layout of the parameters.
-            num_ids: vocabulary size of the tokenizer. A model may have additional padding ids without text.
+            num_ids: number of ids that have a token and a row. A model may have additional padding ids without text.
             max_tokens: maximum number of tokens generated per slot in one call.
             num_draft_tokens: number of tokens drafted per pass; 0 = none.
         """

@@ -12,7 +12,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.engine import Engine
-from maxlm.inference.engine.grammar import json_grammar
+from maxlm.inference.engine.grammar import ALL_TOKENS, json_grammar, num_words
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
 from maxlm.inference.sampling import Sampling
@@ -204,6 +204,19 @@ def test_ids_unknown_to_the_tokenizer_are_never_generated(shared):
     assert max(max(row) for row in generate(shared, PROMPTS)) < NUM_IDS
     # Control: without the restriction the model generates such ids.
     assert max(naive(FAMILY, PROMPTS[1], num_ids=1024)) >= NUM_IDS
+
+
+def test_tokens_without_a_row_are_never_used():
+    model = load(FAMILY)
+    tokenizer = model.tokenizer.with_special_tokens([f'<|{index}|>' for index in range(2000)])
+    assert tokenizer.vocab_size > model.config.model.vocab_size
+    larger = new_engine(model._replace(tokenizer=tokenizer), share=False)
+    assert max(max(row) for row in generate(larger, PROMPTS[:1])) < model.config.model.vocab_size
+    with pytest.raises(InputError, match=f'must be from 0 to {model.config.model.vocab_size - 1}'):
+        generate(larger, [[tokenizer.vocab_size - 1]])
+    # A mask of a grammar has a bit for each token of the tokenizer.
+    mask = np.full(num_words(tokenizer.vocab_size), ALL_TOKENS)
+    assert larger._compiled.token_mask([mask]).words_BW.shape[1] == num_words(model.config.model.vocab_size)
 
 
 def log_softmax(logits):

@@ -124,10 +124,8 @@ _PARTS: dict[str, tuple[str, Mapping[str, float | _Factor], int]] = {
 }
 
 
-def check_limits(facts: Any) -> None:
+def check_limits(facts: Mapping[str, Any]) -> None:
     """Raises InputError if a `tokenizer.json` exceeds a limit. The library detects values of other types."""
-    if not isinstance(facts, dict):
-        return
     factors = {name: _checked_factor(name, facts.get(name)) for name in _PARTS}
     if sum(map(len, regexes_of(facts))) > _MAX_REGEX:
         raise InputError(f'its regular expressions have more than {_MAX_REGEX:,} characters; use another tokenizer')

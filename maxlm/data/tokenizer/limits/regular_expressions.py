@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from maxlm.errors import InputError
+from maxlm.errors import InputError, surrogate_in
 from maxlm.sandbox.limited_process import LimitError, ProcessLimits, limited_process
 from maxlm.storage.errors import catch_panics
 
@@ -39,6 +39,7 @@ _KNOWN = frozenset(
     }
 )
 _WORDS = re.compile(r'\w{2,16}')
+_ESCAPES = re.compile(r'\\(?:x\{([0-9A-Fa-f]{1,5})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4}))')
 
 
 @functools.lru_cache(256)
@@ -67,7 +68,10 @@ def apply_regex(request: bytes) -> bytes:
 
 
 def _probes(regex: str) -> Iterator[str]:
-    named = [character for character in dict.fromkeys(regex) if character not in _CLASSES][:_MAX_NAMED]
+    escaped = [chr(int(next(filter(None, match.groups())), 16)) for match in _ESCAPES.finditer(regex)]
+    # The library accepts no unpaired surrogates.
+    characters = (character for character in dict.fromkeys([*escaped, *regex]) if surrogate_in(character) < 0)
+    named = [character for character in characters if character not in _CLASSES][:_MAX_NAMED]
     words = list(dict.fromkeys(_WORDS.findall(regex)))[:_MAX_NAMED]
     # The library searches at once for characters that a match must contain, so each text has all of them, at its end.
     tail = '\0' + ''.join([*named, *_CLASSES])
