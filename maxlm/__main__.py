@@ -6,7 +6,7 @@ import difflib
 import importlib
 import sys
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, run_command
 
 VERBS = {
     'configs': 'list the shipped configs, or print one to edit it',
@@ -43,7 +43,7 @@ def main() -> None:
     """Dispatches to the module of the verb, which parses the rest of the command line."""
     name = sys.argv[1] if len(sys.argv) > 1 else ''
     if name in ('', '-h', '--help'):
-        sys.exit(exit_code(_usage, sys.argv[1:]))
+        sys.exit(run_command(_usage))
     if name not in VERBS:
         near = difflib.get_close_matches(name, VERBS, n=1)
         hint = f'did you mean {near[0]!r}?' if near else f'available: {", ".join(VERBS)}'

@@ -62,8 +62,8 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         )
     if (directory / ADAPTER_CONFIG).exists():
         raise InputError(
-            f'{directory / ADAPTER_CONFIG}: Transformers adds this PEFT adapter to the model, which the import does not '
-            "support; merge it with PEFT's merge_and_unload, or remove the file to import the model without the adapter"
+            f'{directory / ADAPTER_CONFIG}: Transformers adds this PEFT adapter to the model, but the import cannot; '
+            "merge it with PEFT's merge_and_unload, or remove the file to import the model without the adapter"
         )
     path = directory / CONFIG
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))

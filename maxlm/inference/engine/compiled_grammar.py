@@ -66,7 +66,8 @@ class CompiledGrammar:
         try:
             # Without a request, only the end of the process can be read.
             return not self.error and (bool(self._requests) or not self._process.has_result())
-        except LimitError:
+        except (LimitError, ValueError):
+            # Another thread may close the socket at the same time, whose descriptor is then invalid.
             return False
 
     def start(self) -> TokenMatcher:
