@@ -10,9 +10,10 @@ import pytest
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
 from maxlm.inference.engine.decode_burst import DecodeBurst
 from maxlm.inference.engine.engine import Engine
-from maxlm.inference.engine.grammar import ALL_TOKENS, json_grammar, num_words
+from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import QueueFullError, Request
 from maxlm.inference.engine.slots import Slot
 from maxlm.inference.sampling import Sampling
