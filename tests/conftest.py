@@ -25,6 +25,9 @@ os.environ |= {
 # Shells start background processes with SIGINT ignored, but some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# nohup starts processes with SIGHUP ignored, but some tests send it.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import jax
 import numpy as np
