@@ -9,18 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 from unittest import mock
 
 from maxlm import supervise, train
 from maxlm.errors import EXIT_FAILED, exit_code
 from maxlm.supervision.elastic import ElasticSupervisor
-from maxlm.trainer import batch_source
-
-BATCH_SECONDS = 0.2
+from tests.slow_batches import slow_down_batches
 
 
 class ForkingSupervisor(ElasticSupervisor):
@@ -35,14 +31,7 @@ class ForkingSupervisor(ElasticSupervisor):
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ['maxlm.train', *self._command]
-        iterate = batch_source.iterate
-
-        def slow(*args: Any) -> Iterator[Any]:
-            for batch in iterate(*args):
-                time.sleep(BATCH_SECONDS)
-                yield batch
-
-        batch_source.iterate = slow
+        slow_down_batches()
         code = EXIT_FAILED
         try:
             train.run()

@@ -17,12 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from maxlm import train  # noqa: F401 - imported before the fork
-from maxlm.trainer import batch_source
+from tests.slow_batches import slow_down_batches
 
-BATCH_SECONDS = 0.2
 # Seconds for a command to start or to end on a machine with other load.
 PATIENCE = 240.0
 
@@ -108,18 +106,11 @@ def main(path: str, code: Path, action: str, module: str, arguments: list[str]) 
 
 
 def _run(module: str, arguments: list[str]) -> None:
-    # Streams of a new process: the forked ones were made before stdout was a terminal.
+    # Streams of a new process: the forked ones were made before stdout was a terminal. They stay open until its end.
     sys.stdout = sys.__stdout__ = open(1, 'w', buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, 'w', buffering=1, closefd=False)  # noqa: SIM115
     sys.argv = [module, *arguments]
-    iterate = batch_source.iterate
-
-    def slow(*args: Any) -> Iterator[Any]:
-        for batch in iterate(*args):
-            time.sleep(BATCH_SECONDS)
-            yield batch
-
-    batch_source.iterate = slow
+    slow_down_batches()
     code = 1
     try:
         importlib.import_module(module).run()

@@ -91,7 +91,7 @@ def test_invalid_command_is_rejected(programs):
     assert programs.run(*dry(line.replace('--node-rank', '--rank'))).returncode == 2
 
 
-@pytest.mark.skipif(not shutil.which('systemd-analyze'), reason='needs systemd-analyze')
+@pytest.mark.skipif(not shutil.which('systemd-analyze'), reason='only systemd can check its units; containers lack it')
 def test_systemd_unit(tmp_path):
     [unit] = code_blocks((ROOT / 'docs/launch/gpu-nodes.md').read_text(), 'ini')
     path = tmp_path / 'maxlm.service'

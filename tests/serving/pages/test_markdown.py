@@ -42,7 +42,7 @@ PARTS = (
     *('_', '`', '``', '[a](http://b)', '[a]: http://b\n', '[a]', '<b>', '<!--', '\\', '\\(', '\\)', '$', '$$', '\\['),
     *('&amp;', '\r\n', '\r', '\0', '\u00a0', '\u2028', '~~', '- [ ] ', ' ', '-', '1', '1.', '>', 'x  \n', '\U0001f469'),
 )
-# What is wrong with the elements of the messages: those that Markdown does not have, and unsafe links.
+# Returns the elements of messages that Markdown does not have, and unsafe links.
 FINDINGS = """(() => {
   const attributes = {
     A: ['href', 'target', 'rel'], OL: ['start'], TH: ['align'], TD: ['align'], P: ['class'],
