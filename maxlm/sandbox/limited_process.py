@@ -142,8 +142,8 @@ class LimitedProcess:
             limits: limits of one request; None = the default.
             nice: niceness of the process.
         """
-        self._settings = json.dumps([function, (limits or ProcessLimits())._asdict(), nice])
         self._limits = limits or ProcessLimits()
+        self._settings = json.dumps([function, self._limits._asdict(), nice])
         self._lock = threading.Lock()
         self._is_fork = False
         self._request_bytes = 0
