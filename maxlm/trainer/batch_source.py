@@ -204,8 +204,8 @@ class TextBatches:
         self._every = 0
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
-        tokenizer = corpus.first.load_tokenizer()
-        self._fim_ids = tokenizer.infill_ids if has_fim else None
+        self._tokenizer = corpus.first.load_tokenizer()
+        self._fim_ids = self._tokenizer.infill_ids if has_fim else None
 
     def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
         """See `BatchSource`. A run keeps `data.train_first_token`; runs that began before this key have False."""
@@ -244,7 +244,7 @@ class TextBatches:
         self._every = config.eval.interval
         self._validation = Validation(config, self.corpus, layout)
         if config.eval.num_samples or config.eval.sample_prompts:
-            self._samples = Samples(config, self.corpus, layout)
+            self._samples = Samples(config, self.corpus, self._tokenizer, layout)
 
     def batches(
         self,

@@ -23,6 +23,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.token_flags import is_document_start, is_target, token_ids
 from maxlm.data.loader.dataset import TrainingData
 from maxlm.data.loader.windows import Sequences
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import sample, sampling_keys
@@ -63,19 +64,19 @@ class Sample(NamedTuple):
 class Samples:
     """Generator of a run's samples, with the same prompts and random keys at every evaluation."""
 
-    def __init__(self, config: Config, corpus: TrainingData, layout: Layout):
+    def __init__(self, config: Config, corpus: TrainingData, tokenizer: Tokenizer, layout: Layout):
         """Encodes the prompts of the config.
 
         Args:
             config: config of the run, with `eval.num_samples` or `eval.sample_prompts`.
             corpus: data with a validation split.
+            tokenizer: tokenizer of the data.
             layout: layout of the parameters.
 
         Raises:
             InputError: a prompt is at least as long as the model's context.
         """
-        self._config, self._corpus, self._layout = config, corpus, layout
-        self._tokenizer = corpus.first.load_tokenizer()
+        self._config, self._corpus, self._tokenizer, self._layout = config, corpus, tokenizer, layout
         self._ends = {corpus.first.end_of_document, *self._tokenizer.boundaries.stops}
         if corpus.first.tokenizer_path.with_name(CHAT_TEMPLATE).is_file():
             self._ends.add(ChatEncoder.load(corpus.first.tokenizer_path.parent).end_of_turn)

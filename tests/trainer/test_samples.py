@@ -22,6 +22,11 @@ from tests.small import small_layout
 PROMPTS = ('License', 'You may not', 'a')
 
 
+def sampler_of(config, layout):
+    corpus = open_training_data(config.data)
+    return Samples(config, corpus, corpus.first.load_tokenizer(), layout)
+
+
 def make_config(dataset, num_devices=1, **overrides):
     values = default()
     settings = {
@@ -53,7 +58,7 @@ def make_samples(dataset, params=None, num_devices=1, **overrides):
     else:
         abstract = abstract_state(config, layout).params
         params = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), params, abstract)
-    return config, layout, params, Samples(config, open_training_data(config.data), layout)(params)
+    return config, layout, params, sampler_of(config, layout)(params)
 
 
 @pytest.fixture(scope='module')
@@ -97,7 +102,7 @@ def test_samples_are_equal_on_all_meshes(dataset, one_device, mesh):
 def test_sampling_is_repeatable_and_keeps_the_parameters(dataset, one_device):
     config, layout, params, samples = one_device
     before = jax.tree.map(np.asarray, params)
-    again = Samples(config, open_training_data(config.data), layout)
+    again = sampler_of(config, layout)
     assert again(params) == again(params) == samples
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, params))
     # Negative control: other parameters give other text.
@@ -127,11 +132,11 @@ def test_prompt_that_fills_the_context_is_rejected(dataset, one_device):
     config, layout, params, _ = one_device
     # An odd number of tokens is not divisible by the number of devices.
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 32,))
-    (sample,) = Samples(config, open_training_data(config.data), layout)(params)
+    (sample,) = sampler_of(config, layout)(params)
     assert len(sample.prompt) == 32
     config = make_config(dataset, data__seq_len=33, eval__sample_prompts=('x' * 33,))
     with pytest.raises(InputError, match=r'eval.sample_prompts: .* has 33 tokens.* at most 32'):
-        Samples(config, open_training_data(config.data), layout)
+        sampler_of(config, layout)
 
 
 def test_prompts_are_all_different(dataset):
