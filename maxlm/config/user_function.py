@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from maxlm.errors import InputError
+from maxlm.errors import InputError, one_line
 
 # Maximum length of a description of an exception.
 MAX_DESCRIPTION = 1000
@@ -78,20 +78,19 @@ def describe_exception(error: BaseException) -> str:
     `MAX_DESCRIPTION` printable characters.
     """
     try:
-        text = _one_line(str(error), 200)
+        text = _start_of(str(error), 200)
     except (Exception, SystemExit):
         text = ''
     last = error.__traceback__
     while last and last.tb_next:
         last = last.tb_next
-    at = f' at {_one_line(last.tb_frame.f_code.co_filename, 500)}:{last.tb_lineno}' if last else ''
-    return f'{_one_line(str(type(error).__name__), 100)}{f": {text}" if text else ""}{at}'
+    at = f' at {_start_of(last.tb_frame.f_code.co_filename, 500)}:{last.tb_lineno}' if last else ''
+    return f'{_start_of(str(type(error).__name__), 100)}{f": {text}" if text else ""}{at}'
 
 
-def _one_line(text: str, length: int) -> str:
-    """Returns the start of a text in one line, without control characters and unpaired surrogates."""
-    line = ' '.join(text.split())[:length]
-    return ''.join(letter if letter.isprintable() else '?' for letter in line)
+def _start_of(text: str, length: int) -> str:
+    """Returns the start of a text in one line. The text may be too long to escape all of it."""
+    return one_line(text[:length])[:length]
 
 
 def import_directory(name: str, *, kind: str) -> str | None:

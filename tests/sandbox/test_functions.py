@@ -69,7 +69,7 @@ FORGERIES = {
     'import sys; sys.exit("[1.0]")': 'raised SystemExit: [1.0] at <string>:1',
     'f = lambda f: f(f)\nf(f)': 'raised RecursionError: ',
     'class E(Exception):\n    __str__ = None\nraise E': 'raised E at <string>:3',
-    'raise Exception("\\x1b[2J\\ud800\\r\\n\\0 x")': 'raised Exception: ?[2J? ? x at <string>:1',
+    'raise Exception("\\x1b[2J\\ud800\\r\\n\\0 x")': r'raised Exception: \x1b[2J\ud800 \x00 x at <string>:1',
     'raise type("E" * 10000, (Exception,), {})': f'raised {"E" * 100} at',
     'print("x" * (2 << 20))': 'printed more than 1 MiB in the sandbox',
     'import sys; sys.stdout = sys.stderr = None': '',

@@ -18,6 +18,7 @@ import urllib.error
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxlm.errors import one_line
 from maxlm.log import logger
 from maxlm.runtime.notices import feed
 from maxlm.runtime.notices.aws import aws_feeds
@@ -105,7 +106,7 @@ class MaintenanceWatcher:
 
     def _report(self, notice: Notice, *, is_first_poll: bool) -> None:
         # The text comes from the network, and log lines are shown on terminals.
-        message = ''.join(char if char.isprintable() else '?' for char in notice.message[:MAX_CHARS])
+        message = one_line(notice.message[:MAX_CHARS])[:MAX_CHARS]
         if not notice.must_stop:
             self._warn(message)
         elif is_first_poll:
