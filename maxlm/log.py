@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import time
@@ -22,6 +23,12 @@ RUN_LOG = 'run.log'
 BYTES = 'B'
 # Time between two progress lines.
 LINE_SECONDS = 10.0
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning once per process."""
+    logger.warning(message)
 
 
 class _Formatter(logging.Formatter):

@@ -29,8 +29,9 @@ from maxlm.huggingface.architectures.experts import DEEPSEEK_V2
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.json_fields import Fields, display_value
 from maxlm.huggingface.numbers import NUMBERS
-from maxlm.huggingface.rope import from_rope, to_rope, warn_once
+from maxlm.huggingface.rope import from_rope, to_rope
 from maxlm.huggingface.tensors.dequantize import METHODS
+from maxlm.log import warn_once
 
 _IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 _DTYPES = ('float32', 'bfloat16', 'float16', 'float64', 'float8_e4m3fn', 'float8_e5m2')

@@ -7,14 +7,13 @@ written. Formulas: Transformers, `modeling_rope_utils.py`; maxlm: `maxlm/model/l
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.json_fields import Fields
-from maxlm.log import logger
+from maxlm.log import warn_once
 
 DEFAULT_THETA = 10_000.0
 # Default of rope_parameters of gpt-oss.
@@ -189,12 +188,6 @@ def from_rope(config: Fields, architecture: str, max_positions: int) -> dict[str
         if architecture in DEEPSEEK:
             settings['rope_mscale_all_dim'] = rope.number('mscale_all_dim', 0.0, null=0.0)
     return settings
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Logs a warning once per process."""
-    logger.warning(message)
 
 
 def _by_layer_type(config: Fields, architecture: str) -> tuple[dict[str, Any], dict[str, Any]]:
