@@ -44,8 +44,8 @@ def test_lock_file_is_installed_with_hashes(install, tmp_path):
 
 def test_without_a_terminal_the_installation_prints_a_line_every_ten_seconds(programs, tmp_path):
     (tmp_path / 'log').write_text('Collecting a\nCollecting b\n')
-    # A clock that advances by 5 s per call and ends the loop after 22 s.
-    clock = 'sleep() { SECONDS=$((SECONDS + 5)); [ "$SECONDS" -le 22 ]; }'
+    # A clock that advances by 5 s per call and ends the loop after 22 s. After `unset`, SECONDS does not follow time.
+    clock = 'unset SECONDS; SECONDS=0; sleep() { SECONDS=$((SECONDS + 5)); [ "$SECONDS" -le 22 ]; }'
     command = f'. {ROOT}/launch/venv.sh; {clock}; maxlm_install_progress log || true'
     assert programs.run('bash', '-ec', command, cwd=tmp_path).stdout.splitlines() == [
         '  resolving and downloading: 2 packages, 10 s',

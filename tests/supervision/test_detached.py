@@ -180,7 +180,8 @@ def test_a_run_that_does_not_stop_is_reported(running, monkeypatch, capsys):
 
 def test_a_workdir_in_a_bucket(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    url, cache = 'gs://bucket/run', tmp_path / 'cache'
+    # A file system of fsspec that needs no network.
+    url, cache = 'memory://bucket/run', tmp_path / 'cache'
     local = cache_directory(url, str(cache))
     local.mkdir(parents=True)
     program = TRAINING.replace("sys.argv[1].removeprefix('--workdir=')", repr(str(local)))
