@@ -127,5 +127,5 @@ def tool_metrics(responses: Responses) -> dict[str, float]:
     _, calls_B, errors_B = responses.tools
     return {
         'rollout/tool_calls': float(calls_B.mean()),
-        'rollout/tool_errors': float(errors_B.sum() / max(1, calls_B.sum())),
+        'rollout/tool_errors': int(errors_B.sum()) / max(1, int(calls_B.sum())),
     }

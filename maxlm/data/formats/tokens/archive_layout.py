@@ -219,7 +219,7 @@ def _divides(array: TokenArray, stream: TokenArray) -> bool:
     if stream.has_rows or not 1 < array.length <= min(stream.length, MAX_VALUES_READ):
         return False
     values = array.read(0, array.length).astype(np.int64)
-    if values.min() < 0 or values.max() > stream.length:
+    if np.min(values) < 0 or np.max(values) > stream.length:
         return False
     gaps = np.diff(values)
     are_positions = values[0] == 0 and gaps.min() > 0 and gaps.max() > 1
