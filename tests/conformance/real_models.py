@@ -92,7 +92,8 @@ def package_directory(package: str) -> Path:
 @functools.cache
 def download(package: str) -> Path:
     """Returns the newest wheel of a package in the cache, downloaded at first use, or skips the test."""
-    directory = CACHE / 'packages'
+    # Wheels with extension modules are for one version of Python.
+    directory = CACHE / 'packages' / str(sys.implementation.cache_tag)
     directory.mkdir(parents=True, exist_ok=True)
     pattern = re.sub(r'[-_.]+', '_', package) + '-*.whl'
     if not any(directory.glob(pattern)):

@@ -122,6 +122,8 @@ def _read_archive(
                     companions = _open_companions(archive, layout, stack)
                     spans = kept_spans(array, companions, functools.partial(_report_row, on_bad, name, path))
                 yield from _read_array(array, file, name, label, 0, array.num_bytes, options, on_bad, spans)
+                # Padding at the end was not read.
+                array.read_rest()
         except TokenFileError as error:
             on_bad(name, f'{label}: {error}')
         except ZIP_ERRORS as error:

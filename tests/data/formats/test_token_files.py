@@ -204,6 +204,21 @@ def test_damaged_arrays_are_named(tmp_path, bad_records):
     assert 'damaged' in reason
 
 
+def test_members_of_an_archive_are_read_side_by_side(tmp_path, read, bad_records, small_chunks):
+    # Rows are longer than the buffer of a member, so that the padding of each is skipped in the file.
+    ids = np.arange(1, 6 * 2000 + 1).reshape(6, 2000)
+    mask = np.arange(2000) < np.array([3, 2000, 1, 1999, 5, 7])[:, None]
+    np.savez(tmp_path / 'x.npz', input_ids=ids, attention_mask=mask.astype('int64'))
+    found = np.concatenate([document.tokens for document in read(tmp_path / 'x.npz')])
+    assert found.tolist() == ids[mask].tolist()
+    content = bytearray((tmp_path / 'x.npz').read_bytes())
+    content[content.index(ids[0, 1000].tobytes())] ^= 255
+    (tmp_path / 'x.npz').write_bytes(content)
+    ((name, reason),) = bad_records(tmp_path / 'x.npz')
+    assert name == 'x.npz:input_ids'
+    assert 'damaged or truncated (Bad CRC-32' in reason
+
+
 def test_a_file_in_an_archive_that_is_not_an_array_is_named(tmp_path, bad_records, read):
     array = io.BytesIO()
     np.save(array, np.array([1, 2]))

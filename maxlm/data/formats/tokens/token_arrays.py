@@ -7,6 +7,7 @@ import io
 import math
 import tokenize
 import warnings
+import zipfile
 from typing import BinaryIO
 
 import numpy as np
@@ -18,6 +19,8 @@ HEADER_DTYPES = {(20240520, 1): 'uint16', (20240801, 7): 'uint32'}
 HEADER_INTEGERS = 256
 # Maximum length of headers that NumPy parses.
 MAX_NPY_HEADER_BYTES = 10_000
+# Bytes that are read at once to skip a part of a member of an archive.
+MAX_SKIPPED_BYTES = 2**20
 
 
 class TokenFileError(Exception):
@@ -57,12 +60,25 @@ class TokenArray:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the integers [start, stop) in C order. Raises TokenFileError if the file ends before `stop`."""
-        self.file.seek(self.offset + start * self.dtype.itemsize)
+        self._seek(self.offset + start * self.dtype.itemsize)
         content = self.file.read((stop - start) * self.dtype.itemsize)
         ids = np.frombuffer(content[: len(content) // self.dtype.itemsize * self.dtype.itemsize], self.dtype)
         if len(ids) < stop - start:
             raise TokenFileError(f'ends at token {start + len(ids)} of {self.length}; it was truncated')
         return ids
+
+    def read_rest(self) -> None:
+        """Reads the rest of the file, which checks the CRC of a member of an archive."""
+        while self.file.read(MAX_SKIPPED_BYTES):
+            pass
+
+    def _seek(self, position: int) -> None:
+        if isinstance(self.file, zipfile.ZipExtFile):
+            # Members of an archive are read up to the position. Seeking forward in an uncompressed member would end the
+            # check of its CRC, and early versions of Python 3.12 then continue at the position of another open member.
+            while (skipped := position - self.file.tell()) > 0 and self.file.read(min(skipped, MAX_SKIPPED_BYTES)):
+                pass
+        self.file.seek(position)
 
 
 @dataclasses.dataclass(frozen=True)
