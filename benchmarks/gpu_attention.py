@@ -1,11 +1,14 @@
 """Checks and times attention within packed documents on a GPU.
 
-    python -m benchmarks.gpu_attention [--output=FILE]
+    python -m benchmarks.gpu_attention [--repeats=50] [--output=FILE]
 
 The benchmark compares outputs and gradients with the formula in float32 for random packings, from one document per row
 to more documents than the kernel's list can hold. As a negative control, ignoring the documents must cause an error.
-It then times the kernel against cuDNN with a mask and against cuDNN without documents. Prints tables, writes JSON, and
-exits with 1 on a mismatch. Needs only jax and flax, and a GPU with compute capability 9.0 or later.
+It then repeats the kernel on the same arrays at the shapes of training and counts the different results, each of which
+must agree with the formula. Outputs must be equal bit by bit. Gradients may differ in rounding, because the kernel may
+add parts of them in any order. Finally it times the kernel against cuDNN with a mask and against cuDNN without
+documents. Prints tables, writes JSON, and exits with 1 on a mismatch. Needs only jax and flax, and a GPU with compute
+capability 9.0 or later.
 
 Shapes: B batch, T length, N query heads, K key/value heads, H head dim.
 """
@@ -16,7 +19,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +56,12 @@ class Shape(NamedTuple):
 
 # The shapes cover each pair of values of the three varied settings.
 CHECKED = [Shape(4, 512, 8, K, H, window) for K, H, window in ((8, 64, 0), (8, 128, 100), (2, 64, 100), (2, 128, 0))]
+# Micro-batches of the 1B model, and of one with larger heads.
+REPEATED = [Shape(8, 2048, 24, 24, 64, 0), Shape(8, 2048, 16, 16, 128, 0)]
+# Mean length of the documents of repeated shapes.
+TOKENS_PER_DOCUMENT = 1000
+# The arrays that a forward and a backward pass return.
+RESULTS = ('output', 'dq', 'dk', 'dv')
 # Shapes of the 1B model, of one with larger heads, and of a longer context with grouped heads.
 TIMED = [Shape(4, 2048, 24, 24, 64, 0), Shape(8, 2048, 16, 16, 128, 0), Shape(2, 8192, 32, 8, 128, 0)]
 
@@ -59,19 +69,23 @@ TIMED = [Shape(4, 2048, 24, 24, 64, 0), Shape(8, 2048, 16, 16, 128, 0), Shape(2,
 def main(argv: list[str]) -> int:
     """Checks the kernels, then times them."""
     parser = ArgumentParser(prog='benchmarks.gpu_attention', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--repeats', type=int, default=50, help='runs of each repeated shape (default 50)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
+    if options.repeats < 2:
+        raise InputError(f'--repeats={options.repeats}: needs 2 or more')
     if not supports_documents(jnp.zeros((1, 1, 1, 1)), SINGLE_DEVICE):
         device = jax.devices()[0].device_kind
         raise InputError(f'device {device}: needs a GPU of compute capability 9.0 or later, such as an H100')
     checks = check({'documents': documents, 'mask': masked}, causal, CHECKED)
-    mistakes = find_mistakes(checks)
+    repeated = repeat(documents, REPEATED, options.repeats)
+    mistakes = [*find_mistakes(checks), *find_changes(repeated)]
     print(*mistakes, sep='\n')
     times = measure(TIMED)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         machine = {'device': jax.devices()[0].device_kind, 'jax': jax.__version__}
-        result = {'machine': machine, 'mistakes': mistakes, 'checks': checks, 'times': times}
+        result = {'machine': machine, 'mistakes': mistakes, 'checks': checks, 'repeated': repeated, 'times': times}
         options.output.write_text(json.dumps(result, indent=1) + '\n')
     return EXIT_FAILED if mistakes else EXIT_DONE
 
@@ -135,6 +149,66 @@ def find_mistakes(checks: list[dict[str, Any]]) -> list[str]:
     return mistakes
 
 
+def repeat(kernel: Kernel, shapes: Sequence[Shape], count: int) -> list[dict[str, Any]]:
+    """Runs forward and backward passes `count` times on the same arrays and compares the bits of their results.
+
+    Returns:
+        By shape and array: the number of different results (1 if all runs agree), the number of elements in which a
+        result differs from the first one, and the largest error of all results (see `largest_error`).
+    """
+    rng = np.random.default_rng(2)
+    results = []
+    for shape in shapes:
+        arrays = _arrays(rng, shape)
+        segments = jnp.asarray(random_segments(rng, shape.B, shape.T, shape.B * max(1, shape.T // TOKENS_PER_DOCUMENT)))
+        found = distinct_results(partial(_value_and_gradients(kernel, shape.window), *arrays, segments), count)
+        expected = _value_and_gradients(reference, shape.window)(*arrays, segments)
+        result: dict[str, Any] = {**shape._asdict(), 'repeats': count}
+        for name, values, wanted in zip(RESULTS, found, expected, strict=True):
+            result[name] = {
+                'results': len(values),
+                'differing_elements': max(int(differing_elements(values[0], value)) for value in values),
+                'error': max(largest_error((value,), (wanted,)) for value in values),
+            }
+        results.append(result)
+        print(*shape, f'{count} times', *(f'{name} {result[name]["results"]} results' for name in RESULTS))
+    return results
+
+
+def distinct_results(run: Callable[[], tuple[jax.Array, ...]], count: int) -> list[list[jax.Array]]:
+    """Returns, for each array that `run` returns, its values in `count` runs without repetitions, the first first."""
+    found: list[list[jax.Array]] = []
+    for _ in range(count):
+        arrays = run()
+        found = found or [[] for _ in arrays]
+        for values, array in zip(found, arrays, strict=True):
+            if all(differing_elements(value, array) for value in values):
+                values.append(array)
+    return found
+
+
+@jax.jit
+def differing_elements(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the number of elements with different bits of two arrays of the same shape and dtype."""
+    unsigned = jnp.dtype(f'uint{8 * a.dtype.itemsize}')
+    return jnp.sum(jax.lax.bitcast_convert_type(a, unsigned) != jax.lax.bitcast_convert_type(b, unsigned))
+
+
+def find_changes(repeated: list[dict[str, Any]]) -> list[str]:
+    """Returns one message for each wrong array in the results of `repeat`."""
+    mistakes = []
+    for result in repeated:
+        where = ' '.join(f'{name}={result[name]}' for name in Shape._fields)
+        for name in RESULTS:
+            # The negated comparison also catches NaN.
+            if not result[name]['error'] <= TOLERANCE:
+                mistakes.append(f'{where}: {name} is off by {result[name]["error"]:.4f}')
+        if result['output']['results'] > 1:
+            changed = result['output']['differing_elements']
+            mistakes.append(f'{where}: the output changes between runs, in {changed:,} elements')
+    return mistakes
+
+
 def packings(rng: np.random.Generator, shape: Shape) -> dict[str, np.ndarray]:
     """Returns segment ids [B, T] by the name of the packing."""
     B, T = shape.B, shape.T
@@ -164,11 +238,11 @@ def largest_error(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...])
     errors = []
     usual = 0.0
     for arrays in zip(found, expected, strict=True):
-        a, b = (np.asarray(array, np.float32) for array in arrays)
-        norms = np.linalg.norm(b, axis=-1)
+        a, b = (jnp.asarray(array, jnp.float32) for array in arrays)
+        norms = jnp.linalg.norm(b, axis=-1)
         # Some gradients vanish, such as those of the queries of single-token documents.
-        usual = max(float(np.sqrt(np.mean(norms**2))), 0.1 * usual)
-        errors.append(np.max(np.linalg.norm(a - b, axis=-1) / np.maximum(norms, usual)))
+        usual = max(float(jnp.sqrt(jnp.mean(norms**2))), 0.1 * usual)
+        errors.append(float(jnp.max(jnp.linalg.norm(a - b, axis=-1) / jnp.maximum(norms, usual))))
     return float(np.max(errors))
 
 

@@ -5,7 +5,19 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_attention
-from benchmarks.gpu_attention import Shape, check, documents, find_mistakes, largest_error, random_segments, reference
+from benchmarks.gpu_attention import (
+    RESULTS,
+    Shape,
+    check,
+    differing_elements,
+    documents,
+    find_changes,
+    find_mistakes,
+    largest_error,
+    random_segments,
+    reference,
+    repeat,
+)
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from maxlm.model.attention import cudnn
 from tests.model.attention import cudnn_on_cpu
@@ -69,3 +81,68 @@ def test_random_segments(count):
 def test_no_gpu(capsys):
     assert exit_code(gpu_attention.main, []) == EXIT_BAD_INPUT
     assert 'compute capability 9.0' in capsys.readouterr().err
+
+
+@pytest.fixture
+def short_documents(monkeypatch):
+    monkeypatch.setattr(gpu_attention, 'TOKENS_PER_DOCUMENT', 8)
+
+
+def test_equal_results_of_repeated_runs(formulas, short_documents):
+    (result,) = repeated = repeat(documents, [SHAPE], 3)
+    assert find_changes(repeated) == []
+    assert result['repeats'] == 3
+    for name in RESULTS:
+        assert result[name]['results'] == 1
+        assert result[name]['differing_elements'] == 0
+        assert result[name]['error'] < gpu_attention.TOLERANCE
+    # The output in bfloat16 differs from the formula in float32.
+    assert result['output']['error'] > 0
+
+
+def test_wrong_results_of_repeated_runs(formulas, short_documents, monkeypatch):
+    """A kernel that ignores the documents in one of three runs is detected by its values and by its bits."""
+
+    def leak_in_bfloat16(*arrays):
+        return leak(*arrays).astype(jnp.bfloat16)
+
+    (wrong,) = repeat(leak_in_bfloat16, [SHAPE], 2)
+    assert [mistake.split(': ')[1].split()[0] for mistake in find_changes([wrong])] == list(RESULTS)
+
+    right, calls = gpu_attention._value_and_gradients, []
+
+    def sometimes_wrong(kernel, window):
+        if kernel is reference:
+            return right(kernel, window)
+        runs = right(kernel, window), right(leak_in_bfloat16, window)
+        return lambda *arrays: (calls.append(1), runs[len(calls) == 2](*arrays))[1]
+
+    monkeypatch.setattr(gpu_attention, '_value_and_gradients', sometimes_wrong)
+    (changed,) = repeat(documents, [SHAPE], 3)
+    assert {changed[name]['results'] for name in RESULTS} == {2}
+    assert all(changed[name]['differing_elements'] > 0 for name in RESULTS)
+    mistakes = find_changes([changed])
+    assert len(mistakes) == len(RESULTS) + 1
+    assert 'the output changes between runs' in mistakes[-1]
+
+
+def test_rounding_of_gradients_is_recorded_but_no_mistake():
+    same = {'results': 1, 'differing_elements': 0, 'error': 0.01}
+    result = {**SHAPE._asdict(), 'repeats': 9, **dict.fromkeys(RESULTS, same), 'dq': {**same, 'results': 9}}
+    assert find_changes([result]) == []
+    # Controls: an output that changes, and a gradient that is not finite.
+    assert len(find_changes([{**result, 'output': {**same, 'results': 2}}])) == 1
+    assert len(find_changes([{**result, 'dk': {**same, 'error': float('nan')}}])) == 1
+
+
+def test_bits_are_compared():
+    zeros, minus = jnp.zeros(3), -jnp.zeros(3)
+    assert differing_elements(zeros, zeros) == 0
+    assert differing_elements(zeros, minus.at[0].set(0)) == 2
+    nan = jnp.full(2, jnp.nan, jnp.bfloat16)
+    assert differing_elements(nan, nan) == 0
+
+
+def test_invalid_number_of_repeats(capsys):
+    assert exit_code(gpu_attention.main, ['--repeats=1']) == EXIT_BAD_INPUT
+    assert '--repeats=1' in capsys.readouterr().err
