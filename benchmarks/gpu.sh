@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
 # Runs the measurements that need a GPU, the most informative first, and writes a JSON file after each.
 #
-#   bash benchmarks/gpu.sh               the first measurements, within 570 seconds
-#   bash benchmarks/gpu.sh               the next ones: measurements with a JSON file are skipped
+#   bash benchmarks/gpu.sh               the checks of the computation and the shipped step, within 570 seconds
+#   bash benchmarks/gpu.sh               the comparison with PyTorch, fp8, experts and decoding, within 570 seconds
 #   LIMIT=3600 bash benchmarks/gpu.sh    all measurements
 #
-# LIMIT is in seconds. A measurement starts only if it fits into the remaining time; the script lists the skipped ones,
-# which are no failure. Files go to OUT (default: benchmarks/results/gpu), PYTHON is the interpreter (default: python3).
-# The profile and the compiled program of 1b are in OUT/profile.
-# Needs a GPU and jax, flax, optax and ml_collections, and torch and transformers for the comparison with PyTorch.
+# Each call skips the measurements that have a JSON file. LIMIT is in seconds. A measurement starts only if it fits into
+# the remaining time; the script lists the skipped ones, which are no failure. Files go to OUT (default:
+# benchmarks/results/gpu), PYTHON is the interpreter (default: python3). The profile and the compiled program of 1b are
+# in OUT/profile. Measurements share compiled programs in JAX_COMPILATION_CACHE_DIR (default: ~/.cache/maxlm/benchmarks),
+# so `compile_seconds` is shorter for a program that an earlier measurement compiled.
+#
+# Needs a GPU and jax, flax, optax, orbax-checkpoint and ml_collections, and torch and transformers for the comparison
+# with PyTorch. On a machine without network, WHEELS is a directory of wheels to use (see benchmarks/gpu_run.sh).
 # Exit codes: 0 all measurements that ran passed, 1 a measurement failed, 2 this machine has no GPU or lacks a package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${OUT:-benchmarks/results/gpu}"
 python="${PYTHON:-python3}"
 limit="${LIMIT:-570}"
+source benchmarks/gpu_wheels.sh
 # Maximum seconds of a measurement.
 longest=240
 failed=()
@@ -24,9 +29,11 @@ if ! [[ "$limit" =~ ^[0-9]+$ ]]; then
   echo "error: LIMIT=$limit: needs a whole number of seconds" >&2
   exit 2
 fi
+use_wheels
 "$python" -c '
 import importlib.util, sys
-missing = [name for name in ("jax", "flax", "optax", "ml_collections") if importlib.util.find_spec(name) is None]
+packages = {"jax": "jax", "flax": "flax", "optax": "optax", "orbax": "orbax-checkpoint", "ml_collections": "ml_collections"}
+missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
 if missing:
     sys.exit(f"error: not installed: pip install {chr(32).join(missing)}")
 import jax
@@ -36,6 +43,8 @@ if jax.default_backend() != "gpu":
 mkdir -p "$out"
 # The fraction that training uses; see launch/gpu_node.sh.
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
+cache=~/.cache/maxlm/benchmarks
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$cache}"
 
 run() { # NAME SECONDS MODULE [ARGUMENT …]: runs in a separate process; a failure does not stop the script
   local name="$1" needs="$2" module="$3" left=$((limit - SECONDS)) code=0
@@ -68,14 +77,24 @@ few=(--steps=12 --warmup=2)
 # Two runs whose losses are compared: 40 steps on text, almost without warm-up.
 learning=("${short[@]}" --tokens=text --steps=40 --config.optimizer.warmup_steps=5)
 
-# The values of attention within documents. With wrong values, the speed of a step is meaningless.
-run attention 60 benchmarks.gpu_attention
-# Likewise for the products of experts, which need tokamax.
+# The checks of the computation. With wrong values, the speed of a step is meaningless.
+#
+# Is a jump of the loss caused by the parameters or by a wrong computation?
+run decide 120 benchmarks.gpu_decide --config=configs/1b.py "${short[@]}" --config.optimizer.warmup_steps=5
+# The values of attention within documents, and the bits of repeated runs.
+run attention 75 benchmarks.gpu_attention
+# Two runs, one of them killed and resumed, have equal losses.
+run deterministic 140 benchmarks.gpu_checks --config=configs/1b.py "${short[@]}"
+# Each of 200 steps, of two micro-batches, is computed twice.
+run replay 110 benchmarks.gpu_replay --exact --config=configs/1b.py --config.train.deterministic=true \
+  --config.train.global_batch_size=8 --config.train.per_device_batch_size=4
+
+# The shipped step, with a profile and the compiled program. It compiles anew, to measure the time for it.
+JAX_ENABLE_COMPILATION_CACHE=false measure 1b 75 configs/1b.py "${learning[@]}" --profile="$out/profile"
+# The values of the products of experts, which need tokamax.
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tokamax") is None)'; then
   run experts 40 benchmarks.gpu_experts
 fi
-# The shipped step, with a profile and the compiled program.
-measure 1b 60 configs/1b.py "${learning[@]}" --profile="$out/profile"
 run peers 150 benchmarks.peers_gpu
 measure 1b_fp8 150 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
 # A model with experts.

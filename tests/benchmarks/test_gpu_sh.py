@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 # Writes the requested output file. Measurements in FAILING exit with the given code instead.
 STAND_IN = """#!/usr/bin/env bash
 case "$1" in -c) exit 0 ;; esac
+[ "${JAX_ENABLE_COMPILATION_CACHE:-}" = false ] && set -- "$@" --no-cache
 echo "$*" >>"$CALLS"
 for word in "$@"; do
   case "$word" in --output=*) file="${word#--output=}" ;; esac
@@ -53,6 +54,9 @@ def run(tmp_path):
 
 # More seconds than the script needs.
 ALWAYS = 10**6
+# Measurements of the first two calls of 570 seconds.
+FIRST_CALL = ('decide', 'attention', 'deterministic', 'replay', '1b')
+SECOND_CALL = ('experts', 'peers', '1b_fp8', '8x1b_4layers', 'decode_1b', 'decode_1b_int8')
 
 
 def test_all_measurements_run(run):
@@ -62,29 +66,37 @@ def test_all_measurements_run(run):
     names = list(calls)
     assert set(names) == files
     # The most informative measurements come first.
-    assert names[:8] == [
-        'attention',
-        'experts',
-        '1b',
-        'peers',
-        '1b_fp8',
-        '8x1b_4layers',
-        'decode_1b',
-        'decode_1b_int8',
-    ]
+    assert names[: len(FIRST_CALL + SECOND_CALL)] == [*FIRST_CALL, *SECOND_CALL]
     # A second call skips the measurements that have a file.
     again, calls_again, _ = run(ALWAYS + 1)
     assert again.returncode == 0
     assert calls_again == {}
     assert f'--beside={os.path.dirname(calls["1b"][2].removeprefix("--output="))}/1b.json' in calls['1b_fp8']
     modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
-    assert modules == {'gpu_attention', 'gpu_experts', 'peers_gpu', 'step', 'decode'}
+    checks = {'gpu_decide', 'gpu_attention', 'gpu_checks', 'gpu_replay', 'gpu_experts'}
+    assert modules == {*checks, 'peers_gpu', 'step', 'decode'}
+    # Only the shipped step compiles without the cache, because its compile time is a result.
+    assert [name for name, words in calls.items() if '--no-cache' in words] == ['1b']
+
+
+def test_two_calls_are_enough():
+    """The declared seconds of the measurements of each of the first two calls fit into the default limit."""
+    script = (ROOT / 'benchmarks/gpu.sh').read_text()
+    limit = int(re.search(r'LIMIT:-(\d+)', script)[1])
+    # Lines such as `run NAME SECONDS MODULE`, also after an assignment or within an `if`.
+    declared = re.findall(r'^[^#\n]*?\b(?:run|measure) (\w+) (\d+) ', script, re.MULTILINE)
+    seconds = {name: int(number) for name, number in declared}
+    assert list(seconds)[: len(FIRST_CALL + SECOND_CALL)] == [*FIRST_CALL, *SECOND_CALL]
+    for names in (FIRST_CALL, SECOND_CALL):
+        assert sum(seconds[name] for name in names) <= limit
+    # Control: one more measurement does not fit.
+    assert sum(seconds[name] for name in (*FIRST_CALL, 'peers')) > limit
 
 
 def test_configs_and_overrides_are_valid(run):
     """Every config and override of the script is valid on its kind of GPU."""
     for words in run(ALWAYS)[1].values():
-        if words[1] != 'benchmarks.step':
+        if words[1] not in ('benchmarks.step', 'benchmarks.gpu_decide'):
             continue
         overrides, rest = split_overrides(words)
         (spec,) = (word.removeprefix('--config=') for word in rest if word.startswith('--config='))
@@ -110,14 +122,14 @@ def test_measurements_beyond_the_time_limit_are_skipped(run):
     assert done.returncode == 0, done.stderr
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
-    assert ' attention experts 1b peers 1b_fp8 8x1b_4layers decode_1b decode_1b_int8 1b_slice_fusion ' in line
+    assert f' {" ".join(FIRST_CALL + SECOND_CALL)} 1b_slice_fusion ' in line
     # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr
     assert 'attention' in files
-    assert not {'peers', 'peers_cudnn'} & set(calls)
+    assert not {'decide', 'peers', 'peers_cudnn'} & set(calls)
     (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
-    assert {'peers', 'peers_cudnn'} <= set(line.split())
+    assert {'decide', 'peers', 'peers_cudnn'} <= set(line.split())
     assert not set(calls) & set(line.split())
 
 
@@ -154,4 +166,4 @@ def test_names_a_missing_package(tmp_path):
     done = subprocess.run(['bash', f'{ROOT}/benchmarks/gpu.sh'], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count('\n') == 1
-    assert 'pip install jax flax optax ml_collections' in done.stderr
+    assert 'pip install jax flax optax orbax-checkpoint ml_collections' in done.stderr
