@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_run_prepare import ARCHIVE, DATA
-from benchmarks.gpu_run_results import compare_repeated, results_of
+from benchmarks.gpu_run_results import compare_repeated, describe_export, results_of
 from benchmarks.step import machine
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.config.loading import split_overrides
@@ -40,7 +40,7 @@ SETTINGS = {
     'model.max_positions': 1024,
     'data.seq_len': 1024,
     'train.global_batch_size': 64,
-    'train.per_device_batch_size': 32,
+    'train.per_device_batch_size': 64,
     'train.log_every': 10,
     'optimizer.learning_rate': 6e-4,
     'optimizer.min_learning_rate': 6e-5,
@@ -141,7 +141,7 @@ def _run(workdir: Path, words: list[str], result: dict[str, Any], output: Path) 
     result['evaluation'] = json.loads(part('evaluate', lambda: _call(evaluate, log)).splitlines()[-1])
     exported = workdir / 'exported'
     part('export', lambda: _call(['maxlm.hf', 'export', f'--checkpoint={workdir}', f'--output={exported}'], log))
-    result['exported_bytes'] = sum(file.stat().st_size for file in exported.glob('*.safetensors'))
+    result['exported'] = describe_export(exported)
     result['transformers'] = None
     if all(importlib.util.find_spec(name) for name in ('torch', 'transformers')):
         load = ['-c', TRANSFORMERS, str(exported), PROMPT, str(NEW_TOKENS)]

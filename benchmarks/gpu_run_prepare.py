@@ -28,8 +28,8 @@ INPUTS = ('/usr/share/man', '/usr/share/doc', '/usr/share/perl', '/usr/share/vim
 # Logs of changes repeat themselves, the suffixes are of markup and data, and the last names are of documentation that
 # is not free.
 EXCLUDED = ('changelog*', '*.html', '*.xml', '*.svg', '*.css', '*.js', '*.json', '*.bin', 'gcloud*', 'google-cloud*')
-# grain requires array_record and portpicker.
-PACKAGES = ('grain', 'array_record', 'portpicker', 'ml_collections', 'tenacity')
+# grain requires array_record, cloudpickle and portpicker.
+PACKAGES = ('grain', 'array_record', 'cloudpickle', 'portpicker', 'ml_collections', 'tenacity')
 # pip accepts exactly the named tags.
 PLATFORMS = ('manylinux_2_28_x86_64', 'manylinux_2_24_x86_64', 'manylinux_2_17_x86_64', 'manylinux2014_x86_64')
 

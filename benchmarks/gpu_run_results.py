@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.telemetry.environment import versions
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.workdir.files import read_config
 
 # Metrics of a step that must repeat after the run was resumed.
 REPEATED = ('train/loss', 'train/grad_norm', 'train/param_norm')
@@ -54,7 +53,6 @@ def results_of(workdir: Path) -> dict[str, Any]:
     counted = [line for line in steps if line['step'] <= resumed][SLOW_LINES:]
     counted += [line for line in steps if line['step'] > resumed][SLOW_LINES:]
     return {
-        'parameters': model_parameters(read_config(workdir).model),
         'steps': steps[-1]['step'],
         'tokens': steps[-1]['train/tokens'],
         # Step, seconds since the start, loss.
@@ -73,6 +71,18 @@ def results_of(workdir: Path) -> dict[str, Any]:
         'devices': _ranges(lines),
         'versions': versions(),
     }
+
+
+def describe_export(directory: Path) -> dict[str, int]:
+    """Returns the number of parameters and bytes in the safetensors files of an exported model."""
+    from safetensors import safe_open
+
+    parameters = num_bytes = 0
+    for path in directory.glob('*.safetensors'):
+        with safe_open(path, 'numpy') as file:
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        num_bytes += path.stat().st_size
+    return {'parameters': parameters, 'bytes': num_bytes}
 
 
 def _median(lines: Sequence[dict[str, Any]], name: str) -> float | None:
