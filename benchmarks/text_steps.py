@@ -14,6 +14,7 @@ from benchmarks.step import random_batch, repository_text, text_tokens
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
+from maxlm.hardware.chips import capability_of
 from maxlm.parallel.layout import Layout
 from maxlm.training.objectives import Batch
 
@@ -35,12 +36,13 @@ def resolve_here(spec: str, overrides: Sequence[str]) -> Config:
         num_devices=jax.device_count(),
         vocab_size=config.model.vocab_size or VOCABULARY,
         windows=1,
+        capability=capability_of(jax.local_devices()[0]),
     )
 
 
 def text_batches(config: Config, layout: Layout, count: int) -> list[Batch]:
     """Returns `count` different batches of the text of this repository, on the devices."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(config.train.seed)
     text = repository_text()
     rows, window = config.train.global_batch_size, config.data.seq_len
     batches = []
