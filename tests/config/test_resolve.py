@@ -62,6 +62,17 @@ def test_vocabulary_and_widths():
     ('settings', 'kernel'),
     [
         ({'platform': 'gpu'}, 'cudnn'),
+        # cuDNN's backward pass is deterministic on Hopper and Blackwell.
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (9, 0)}, 'cudnn_mask'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (10, 3)}, 'cudnn_mask'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (8, 0)}, 'xla'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (12, 0)}, 'xla'),
+        ({'platform': 'gpu', 'train__deterministic': True}, 'xla'),
+        (
+            {'platform': 'gpu', 'train__deterministic': True, 'capability': (9, 0), 'model__attention': 'cudnn'},
+            'cudnn',
+        ),
+        ({'platform': 'tpu', 'train__deterministic': True}, 'splash'),
         ({'platform': 'tpu'}, 'splash'),
         ({'platform': 'tpu', 'model__dtype': 'float32', 'model__head_dim': 20}, 'splash'),
         ({'platform': 'tpu', 'model__attention': 'splash'}, 'splash'),
@@ -96,6 +107,16 @@ def test_attention_kernel(settings, kernel):
         (
             {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_sinks': True},
             ['model.attention_sinks=False'],
+        ),
+        ({'model__attention': 'cudnn_mask'}, ['model.attention=cudnn_mask', 'cpu', 'auto']),
+        (
+            {
+                'model__attention': 'cudnn',
+                'platform': 'gpu',
+                'train__deterministic': True,
+                'capability': (8, 0),
+            },
+            ['model.attention=cudnn', 'train.deterministic=true', '9.x', '8.0', 'auto'],
         ),
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
         (
