@@ -7,7 +7,7 @@ from maxlm.config.resolve import resolve, resolve_on
 from maxlm.errors import InputError
 
 
-def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **overrides):
+def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, capability=None, **overrides):
     values = default()
     settings = {
         'model__num_layers': 2,
@@ -21,7 +21,14 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
     for key, value in settings.items():
         section, name = key.split('__')
         values[section][name] = value
-    return resolve(build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows)
+    return resolve(
+        build(values),
+        num_devices=num_devices,
+        platform=platform,
+        vocab_size=vocab_size,
+        windows=windows,
+        capability=capability,
+    )
 
 
 def test_accumulation_of_the_1b_run_on_8_devices_and_on_1():
