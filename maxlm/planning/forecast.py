@@ -18,6 +18,7 @@ from maxlm.planning.compiled.compile import AHEAD_OPTIONS, CompiledStep, compile
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
+from maxlm.planning.estimate.flops import CUDNN_KERNELS
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.parameters import model_parameters
@@ -28,7 +29,7 @@ from maxlm.planning.targets import Target, compiling_for, target_layout
 from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
-FUSED_ATTENTION = ('cudnn', 'splash')
+FUSED_ATTENTION = (*CUDNN_KERNELS, 'splash')
 # Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files
 # of TensorBoard. Measured with a model of 135M parameters and Python 3.11.
 PROCESS_BYTES = 900 * 2**20

@@ -20,6 +20,8 @@ from maxlm.training.optimizers.trainable import is_trained
 PRODUCTS = ('matrix', 'router', 'head', 'adapter')
 # Values of model.remat_policy that recompute a block from its input.
 RECOMPUTED = ('full', 'offload')
+# Values of model.attention that are kernels of cuDNN.
+CUDNN_KERNELS = ('cudnn', 'cudnn_mask')
 # Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
 DOCUMENTS_CAPABILITY = (9, 0)
 
@@ -101,8 +103,9 @@ def tied_head(model: ModelConfig) -> str:
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
-    kernel_masks_documents = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
-    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    lists_documents = config.model.attention == 'cudnn' and config.mesh.stage == 1
+    kernel_masks_documents = lists_documents and capability is not None and capability >= DOCUMENTS_CAPABILITY
+    is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
     return is_fused and config.data.document_mask and not kernel_masks_documents
 
 
@@ -125,7 +128,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
     if needs_mask(config, capability):
         # Masked scores are computed too.
         return window
-    if config.model.attention == 'cudnn':
+    if config.model.attention in CUDNN_KERNELS:
         return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
     if config.model.attention == 'splash':
         blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)

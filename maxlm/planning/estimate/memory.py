@@ -347,6 +347,8 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     if needs_mask(config, capability):
         # The mask, and the array from which it is computed.
         work += (sizes.width + 1) * sizes.B * sizes.T**2
+        # The deterministic backward pass of cuDNN stores the gradients of the scores (NVIDIA/cudnn-frontend #398).
+        work += config.train.deterministic * sizes.width * sizes.B * sizes.N * sizes.T**2
     elif model.attention == 'cudnn' and config.data.document_mask:
         # Softmax statistics for every slot in the list of documents.
         work += 4 * tokens * sizes.N * documents_per_row(sizes.T)
