@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING
 
 from maxlm.errors import InputError, escape_controls, one_line, os_message
 from maxlm.formatting import format_bytes, format_duration, format_int, format_number, format_rate
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 logger = logging.getLogger('maxlm')
 
@@ -44,6 +46,8 @@ class _ConsoleHandler(logging.Handler):
     """Prints log lines above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
         tqdm.write(self.format(record), file=sys.stdout)
         sys.stdout.flush()
 
@@ -186,6 +190,9 @@ def progress_bar(
     is_terminal = sys.stderr.isatty()
     if show and lines and not is_terminal:
         return ProgressLines(name, total=total, initial=initial, unit=unit)
+
+    from tqdm import tqdm
+
     return tqdm(
         desc=name,
         total=total,
