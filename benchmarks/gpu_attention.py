@@ -7,8 +7,8 @@ to more documents than the kernel's list can hold. As a negative control, ignori
 It then repeats the kernel on the same arrays at the shapes of training and counts the different results, each of which
 must agree with the formula. Outputs must be equal bit by bit. Gradients may differ in rounding, because the kernel may
 add parts of them in any order. Finally it times the kernel against cuDNN with a mask and against cuDNN without
-documents. Prints tables, writes JSON, and exits with 1 on a mismatch. Needs only jax, flax and ml_collections, and a GPU
-with compute capability 9.0 or later.
+documents. Prints tables, writes JSON, and exits with 1 on a mismatch. Needs only jax, flax and ml_collections, and a
+GPU with compute capability 9.0 or later.
 
 Shapes: B batch, T length, N query heads, K key/value heads, H head dim.
 """

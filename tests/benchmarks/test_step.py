@@ -71,6 +71,7 @@ def test_runs_on_a_bare_machine_with_consistent_results(tmp_path):
         ffn_dim=704,
         vocab_size=256,
         activation='swiglu',
+        attention_pattern='L',
     )
     flops = training_flops(model, 16)
     assert result['mfu_causal'] == pytest.approx(result['tokens_per_second'] * flops.causal / 1e12)
