@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -35,7 +36,7 @@ def flip_bit(array: jax.Array, device: int) -> jax.Array:
 
 
 def main(step: int, arguments: list[str]) -> int:
-    """Trains with a flipped bit on the first device of process 1."""
+    """Trains with a flipped bit on the first device of process 1, or of the only process."""
     run_step = StepRunner.step
 
     def faulty(self: StepRunner, number: int, *args: Any, **options: Any) -> Any:
@@ -47,8 +48,8 @@ def main(step: int, arguments: list[str]) -> int:
             state = state._replace(params={**state.params, 'embedding': flipped})
         return state
 
-    StepRunner.step = faulty
-    return exit_code(train.main, arguments)
+    with mock.patch.object(StepRunner, 'step', faulty):
+        return exit_code(train.main, arguments)
 
 
 if __name__ == '__main__':

@@ -102,7 +102,8 @@ def check_replicas(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarra
     at_fault = _processes(devices, difference.wrong)
     if not at_fault and len(among := _processes(devices, difference.unknown)) == 1:
         at_fault = among
-    raise DeviceError(f'{_describe(difference, devices, hosts)}; {occasion}', at_fault)
+    text = f'{_describe(difference, devices, hosts)}; {occasion}; check the host with maxlm doctor, or use another one'
+    raise DeviceError(text, at_fault)
 
 
 def _devices(trees: Mapping[str, Any]) -> list[jax.Device]:
