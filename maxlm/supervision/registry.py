@@ -2,7 +2,7 @@
 
 Each supervisor rewrites its own file with every heartbeat. A generation is a numbered file that is created once by
 `link`, which fails if the file exists. Thus all hosts agree on each generation, also if several propose it. A file
-`quarantined-HOST` names a host that computes wrong results. Whoever has repaired the host deletes the file.
+`quarantined-HOST` names a host that computes wrong results. Delete the file after the repair of the host.
 """
 
 from __future__ import annotations
