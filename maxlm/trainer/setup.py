@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from functools import partial
 from typing import NamedTuple
 
@@ -12,12 +13,15 @@ from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
-from maxlm.log import progress_bar
+from maxlm.hardware.identity import identify, summary
+from maxlm.log import logger, progress_bar
 from maxlm.planning.estimate.flops import step_flops
+from maxlm.runtime.barrier import ProcessGroup
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.notices.watcher import MaintenanceWatcher
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.watchdog import Watchdog
+from maxlm.storage.json_text import parse_json
 from maxlm.telemetry.alerts import PerformanceAlerts
 from maxlm.telemetry.trackers import Trackers
 from maxlm.trainer.batch_source import BatchSource
@@ -70,8 +74,12 @@ def open_services(
     """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
-    facts = start_facts(prepared, source, peak, recorder.price)
+    is_cpu = jax.default_backend() == 'cpu'
+    identities = [] if is_cpu else [parse_json(text) for text in ProcessGroup().gather(json.dumps(identify()))]
+    facts = start_facts(prepared, source, peak, recorder.price, identities)
     recorder.record_event('started', headline(config), **facts)
+    for process, identity in enumerate(identities):
+        logger.info(f'devices of process {process}: {summary(identity)}')
     if compiled := prepared.forecast.compiled:
         recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
