@@ -31,7 +31,14 @@ GRADIENTS = ('gradient of q', 'gradient of k', 'gradient of v')
 
 
 def attention_answer(
-    model: ModelConfig, *, rows: int, length: int, window: int, has_documents: bool, heads: tuple[int, int]
+    model: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    window: int,
+    has_documents: bool,
+    heads: tuple[int, int],
+    is_pipelined: bool = False,
 ) -> KnownAnswer:
     """Returns the attention of a training step on one device, and its gradients.
 
@@ -42,6 +49,7 @@ def attention_answer(
         window: number of last tokens to which a query attends; 0: all.
         has_documents: rows contain several documents.
         heads: numbers of query heads and key/value heads on the device.
+        is_pipelined: the layers are in stages, for which cuDNN takes a mask instead of a list of documents.
     """
     (N, K), H, T = heads, model.head_dim, length
     B = max(1, min(rows, int(MAX_FLOPS / (18 * N * T * T * H))))
@@ -54,7 +62,8 @@ def attention_answer(
 
     def run(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, segments_BT: jax.Array) -> tuple[jax.Array, ...]:
         mask_BTS = same_document(segments_BT, window) if has_documents else None
-        segments = segments_BT if has_documents else None
+        has_segments = has_documents and not (is_pipelined and model.attention == 'cudnn')
+        segments = segments_BT if has_segments else None
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             inputs = AttentionInputs(q, k, v, mask_BTS, segments, model.attention_softcap, sinks_N)

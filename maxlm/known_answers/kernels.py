@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, MeshConfig, ModelConfig
@@ -19,9 +20,17 @@ MAX_ROWS = 4096
 DECODED_ROWS, MAX_SLOTS = 8, 8192
 
 
-def lists_documents(config: Config) -> bool:
-    """Returns True if the steps of a resolved config pass lists of documents to cuDNN."""
-    return config.model.attention == 'cudnn' and config.data.document_mask and config.mesh.context == 1
+def lists_documents(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Returns True if the steps of a resolved config pass lists of documents to cuDNN, on GPUs of this capability."""
+    has_lists = config.data.document_mask and config.mesh.context == config.mesh.stage == 1
+    return config.model.attention == 'cudnn' and has_lists and capability is not None and capability >= (9, 0)
+
+
+def training_settings(config: Config) -> tuple[Any, ...]:
+    """Returns all settings of a resolved config on which `training_answers` depends."""
+    data, train = config.data, config.train
+    sizes = (data.seq_len, data.document_mask, train.per_device_batch_size, train.loss_chunk_tokens, train.z_loss)
+    return config.model, config.mesh, *sizes
 
 
 def training_answers(config: Config) -> list[KnownAnswer]:
@@ -41,6 +50,7 @@ def training_answers(config: Config) -> list[KnownAnswer]:
                 window=window,
                 has_documents=config.data.document_mask,
                 heads=_heads(model, mesh),
+                is_pipelined=mesh.stage > 1,
             )
             for window in sorted(set(layer_windows(model)))
         ]

@@ -77,7 +77,7 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
     stored_as = model.weight_quantization if weights else 'fp8' if is_fp8 else model.dtype
     remedy = {'fp8': 'set model.matmul_precision=default'}.get(stored_as, OTHER_VERSIONS)
     if weights:
-        remedy = 'serve the checkpoint without quantization'
+        remedy = 'choose another weight quantization, or none'
     shape = f'{rows:,} × {inputs:,} × {outputs:,}'
     # The gradients accumulate in float32.
     tolerance = inputs / FP8_SUM_LENGTH * 2.0**-FP8_SUM_BITS if is_fp8 else 0.0

@@ -16,7 +16,7 @@ from maxlm.errors import EXIT_DONE, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.known_answers.check import check_kernels, warn_of_known_faults
-from maxlm.known_answers.kernels import lists_documents, training_answers
+from maxlm.known_answers.kernels import lists_documents, training_answers, training_settings
 from maxlm.log import logger
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.machine import sample_config
@@ -97,9 +97,9 @@ def run(
         sample = sample_config(config, resolver)
         check_exportable(sample)
         check_checkpoint_size(sample)
-        warn_of_known_faults(has_document_lists=lists_documents(sample))
+        warn_of_known_faults(has_document_lists=lists_documents(sample, capability_of(jax.local_devices()[0])))
         layout = make_layout(sample.mesh)
-        check_kernels(partial(training_answers, sample), sample, layout.mesh, cache=cache)
+        check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
         opened = open_run(
             workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )

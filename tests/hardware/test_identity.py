@@ -80,8 +80,8 @@ def test_identity_of_gpus(gpus):
     assert summary(found) == (
         'driver 580.65.06, cuda 13.0, cudnn 9.25.1, jax-cuda13-plugin 0.11.2; device 0: NVIDIA H100, GPU-0, VBIOS '
         '96.00.74.00.01, 1500 MHz, maximum 1980 MHz, limit 700.0 W, 0 uncorrected memory errors, 1 remapped rows; '
-        'device 1: NVIDIA H100, GPU-1, VBIOS 96.00.74.00.01, 1500 MHz, maximum 1980 MHz, limit 700.0 W, 3 uncorrected memory '
-        'errors, 2 remapped rows'
+        'device 1: NVIDIA H100, GPU-1, VBIOS 96.00.74.00.01, 1500 MHz, maximum 1980 MHz, limit 700.0 W, 3 uncorrected '
+        'memory errors, 2 remapped rows'
     )
 
 

@@ -12,7 +12,7 @@ from maxlm.known_answers.answer import find_mistake, measure
 from maxlm.known_answers.attention import attention_answer, cache_answer
 from maxlm.known_answers.check import describe, wrong_kernel
 from maxlm.known_answers.experts import experts_answer
-from maxlm.known_answers.kernels import serving_answers, training_answers
+from maxlm.known_answers.kernels import lists_documents, serving_answers, training_answers, training_settings
 from maxlm.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.known_answers.loss import loss_answer
 from maxlm.model.attention import cudnn, kernels
@@ -146,6 +146,36 @@ def test_a_single_wrong_device_is_named():
     identity = {'devices': [{'index': 0, 'uuid': 'GPU-a'}, {'index': 1, 'uuid': 'GPU-b'}]}
     assert describe(mistake, identity).startswith('layernorm computes wrong results on cpu, device 1 (GPU-b): output')
     assert describe(mistake, identity).endswith('the other devices are right, so replace device 1 (GPU-b)')
+
+
+def test_only_cudnn_on_hopper_gets_lists_of_documents():
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention='cudnn'))
+    assert lists_documents(config, (9, 0))
+    assert not lists_documents(config, (8, 0))
+    assert not lists_documents(config, None)
+    assert not lists_documents(CONFIG, (9, 0))
+    staged = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, stage=2))
+    assert not lists_documents(staged, (9, 0))
+
+
+def test_the_settings_of_the_kernels_change_with_the_config():
+    assert training_settings(CONFIG) == training_settings(
+        small_config(
+            model__dtype='bfloat16', data__seq_len=64, train__z_loss=1e-4, model__logit_softcap=30.0, data__seed=7
+        )
+    )
+    for settings in ({'data__seq_len': 32}, {'model__dim': 64}, {'train__z_loss': 0.0}, {'data__document_mask': False}):
+        assert training_settings(CONFIG) != training_settings(
+            small_config(
+                **{
+                    'model__dtype': 'bfloat16',
+                    'data__seq_len': 64,
+                    'train__z_loss': 1e-4,
+                    'model__logit_softcap': 30.0,
+                    **settings,
+                }
+            )
+        )
 
 
 def test_the_kernels_of_a_config():

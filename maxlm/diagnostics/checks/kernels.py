@@ -17,6 +17,7 @@ def check_kernels(context: CheckContext) -> CheckResult:
     """Compares the kernels of the run with their formulas, and collectives with exact sums."""
     import jax
 
+    from maxlm.hardware.chips import capability_of
     from maxlm.hardware.identity import cudnn_version
     from maxlm.hardware.known_faults import installed_libraries, known_faults
     from maxlm.known_answers.check import wrong_kernel
@@ -30,8 +31,9 @@ def check_kernels(context: CheckContext) -> CheckResult:
     config = _resolved(context.config) if context.config else None
     faults = []
     if platform == 'gpu':
+        capability = capability_of(jax.local_devices()[0])
         libraries = installed_libraries(cudnn_version())
-        faults = known_faults(libraries, has_document_lists=config is not None and lists_documents(config))
+        faults = known_faults(libraries, has_document_lists=config is not None and lists_documents(config, capability))
     if config is None:
         return evaluate_kernels(faults, 0, [])
     answers, mesh = training_answers(config), make_layout(config.mesh).mesh
