@@ -22,7 +22,7 @@ def identify() -> dict[str, Any]:
 
     Keys, each of which is absent if its value is unavailable: `driver`, `cudnn` and `cuda` (versions), `plugin` (name
     and version of JAX's plugin), and `devices`, one entry per device with `index`, `kind`, `uuid`, `vbios`,
-    `clock_mhz`, `clock_max_mhz`, `power_limit_w`, `ecc_errors` (uncorrected, in the life of the device) and
+    `clock_mhz`, `clock_max_mhz`, `power_limit_w`, `ecc_errors` (uncorrected, counted in the device) and
     `remapped_rows` (of memory with errors). A UUID identifies a GPU; it is no secret.
     """
     devices = local_devices()

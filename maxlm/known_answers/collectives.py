@@ -39,7 +39,10 @@ def wrong_collective(mesh: Mesh, width: int = WIDTH) -> str:
             wrong = _wrong_devices(mesh, axis, size, collective, expect)
             if wrong:
                 listed = ', '.join(map(str, wrong))
-                return f'{name} of {size:,} numbers along mesh.{axis}={group} is wrong on device {listed}; check the devices and their links'
+                return (
+                    f'{name} of {size:,} numbers along mesh.{axis}={group} is wrong on device {listed}; check the '
+                    'devices and their links'
+                )
     return ''
 
 

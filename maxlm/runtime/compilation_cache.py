@@ -63,7 +63,9 @@ def enabled_cache() -> CompilationCache | None:
     """Returns the cache that `enable_compilation_cache` enabled in this process, or None."""
     settings: Any = jax.config
     directory = settings.jax_compilation_cache_dir
-    found = compilation_cache.get_file_cache(directory) if directory else None
+    # See `_install`.
+    find: Any = getattr(compilation_cache, 'get_file_cache', None)
+    found = find(directory) if find and directory else None
     return found[0] if found and isinstance(found[0], CompilationCache) else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -74,12 +74,8 @@ def open_services(
     """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
-    is_cpu = jax.default_backend() == 'cpu'
-    identities = [] if is_cpu else [parse_json(text) for text in ProcessGroup().gather(json.dumps(identify()))]
-    facts = start_facts(prepared, source, peak, recorder.price, identities)
+    facts = start_facts(prepared, source, peak, recorder.price, gather_identities())
     recorder.record_event('started', headline(config), **facts)
-    for process, identity in enumerate(identities):
-        logger.info(f'devices of process {process}: {summary(identity)}')
     if compiled := prepared.forecast.compiled:
         recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
@@ -105,6 +101,16 @@ def open_services(
     )
     data_wait = stack.enter_context(DataWait(recorder.timeline))
     return Services(watchdog, stop_request, checkpoints, data_wait, peak)
+
+
+def gather_identities() -> list[dict[str, Any]]:
+    """Returns the identities of the accelerators of each process, and logs them. All processes call it together."""
+    if jax.default_backend() == 'cpu':
+        return []
+    identities = [parse_json(text) for text in ProcessGroup().gather(json.dumps(identify()))]
+    for process, identity in enumerate(identities):
+        logger.info(f'devices of process {process}: {summary(identity)}')
+    return identities
 
 
 def make_loop_components(
