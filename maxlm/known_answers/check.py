@@ -27,6 +27,8 @@ from maxlm.storage.json_text import parse_json
 
 # Seconds after which the tests run again: a device can develop a defect.
 VALID_SECONDS = 24 * 3600
+# CPUs use no kernels other than those of XLA.
+UNTESTED_PLATFORM = 'cpu'
 # Environment variables that change the compiled kernels.
 FLAGS = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'NCCL_ALGO', 'NCCL_PROTO')
 # Packages that contain kernels.
@@ -39,8 +41,8 @@ MakeAnswers = Callable[[], Sequence[KnownAnswer]]
 def check_kernels(make: MakeAnswers, about: Any, mesh: Mesh, *, cache: CompilationCache | None) -> None:
     """Compares kernels with their formulas on the devices of a mesh, and collectives with exact sums.
 
-    All processes of a run call it, and all raise an error if one of them finds a wrong result. On CPUs, which use no
-    kernels other than those of XLA, nothing is tested.
+    All processes of a run call it, and all raise an error if one of them finds a wrong result. Nothing is tested
+    on CPUs.
 
     Args:
         make: returns the kernels of the run.
@@ -52,7 +54,7 @@ def check_kernels(make: MakeAnswers, about: Any, mesh: Mesh, *, cache: Compilati
         InputError: a result is wrong, or a package of a kernel is not installed.
     """
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    if devices[0].platform == 'cpu':
+    if devices[0].platform == UNTESTED_PLATFORM:
         return
     key = _key(identify(), (about, mesh.shape))
     if not agree('' if _has_passed(cache, key) else 'not tested'):
