@@ -32,6 +32,7 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import capability_of, find_peak
+from maxlm.hardware.identity import identify
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.memory import estimate_memory
@@ -241,6 +242,7 @@ def machine() -> dict[str, Any]:
         'python': platform.python_version(),
         **{package: version(package) for package in PACKAGES},
         'date': datetime.date.today().isoformat(),
+        **({'identity': identify()} if device.platform != 'cpu' else {}),
     }
 
 

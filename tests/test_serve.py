@@ -24,7 +24,7 @@ from flax import nnx
 
 from maxlm import serve
 from maxlm.data.chat.template import CHATML
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel, load_model
@@ -505,6 +505,20 @@ def test_bad_input_is_one_line(workdir, options, words, capfd, tmp_path):
     assert err.startswith('error: ')
     assert err.count('\n') == 1
     assert words in err
+
+
+def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):
+    kernels = []
+
+    def wrong(make, about, mesh, *, cache):
+        kernels.extend(answer.kernel for answer in make())
+        raise InputError('attention computes wrong results')
+
+    monkeypatch.setattr('maxlm.commands.serve.check_kernels', wrong)
+    options = [f'--checkpoint={workdir}', '--port=0', '--kv-cache-dtype=int8']
+    assert exit_code(serve.main, options) == EXIT_BAD_INPUT
+    assert 'error: attention computes wrong results' in capfd.readouterr().err
+    assert kernels[0] == 'attention to a cache of int8'
 
 
 def test_the_model_is_in_memory_once(workdir, model, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import jax
 
@@ -11,8 +12,11 @@ from maxlm.errors import InputError
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
+from maxlm.known_answers.check import check_kernels, warn_of_known_faults
+from maxlm.known_answers.kernels import serving_answers
 from maxlm.log import Console, logger
 from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.runtime.compilation_cache import enabled_cache
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ModelDetails, ServedModel
@@ -50,6 +54,17 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
                 quantize=options.quantize,
                 share_layers=options.tensor_parallel_size > 1,
             )
+        warn_of_known_faults(has_document_lists=False)
+        settings = {
+            'max_context': options.max_model_len or model.config.model.max_positions,
+            'int8_cache': options.kv_cache_dtype == 'int8',
+        }
+        check_kernels(
+            partial(serving_answers, model.config, **settings),
+            (model.config, settings),
+            model.layout.mesh,
+            cache=enabled_cache(),
+        )
         engine = Engine(
             model,
             num_slots=options.slots,

@@ -85,13 +85,21 @@ def _open_nvidia(devices: Sequence[LocalDevice]) -> Callable[[], list[Reading]]:
     import pynvml
 
     pynvml.nvmlInit()
-    chosen = _visible(pynvml)
-    handles = [(index, device.kind, _slice_of(pynvml, chosen(device.ordinal))) for index, device in enumerate(devices)]
+    handles = nvidia_handles(pynvml, devices)
 
     def read() -> list[Reading]:
-        return [{'index': index, 'kind': kind, **_read_nvidia(pynvml, *handle)} for index, kind, handle in handles]
+        return [
+            {'index': index, 'kind': device.kind, **_read_nvidia(pynvml, *handle)}
+            for index, (device, handle) in enumerate(zip(devices, handles, strict=True))
+        ]
 
     return read
+
+
+def nvidia_handles(nvml: Any, devices: Sequence[LocalDevice]) -> list[tuple[Any, Any]]:
+    """Returns the NVML handles of each device: of the part that CUDA uses, and of the complete GPU."""
+    chosen = _visible(nvml)
+    return [_slice_of(nvml, chosen(device.ordinal)) for device in devices]
 
 
 def _visible(nvml: Any) -> Any:
@@ -119,35 +127,35 @@ def _visible(nvml: Any) -> Any:
 
 def _slice_of(nvml: Any, handle: Any) -> tuple[Any, Any]:
     """Returns the handles of the device that CUDA uses and of its physical GPU. They differ with MIG."""
-    if _try_read(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
+    if try_read(nvml, lambda: nvml.nvmlDeviceIsMigDeviceHandle(handle)):
         return handle, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-    if (_try_read(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)) or [0])[0]:
+    if (try_read(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)) or [0])[0]:
         # CUDA uses the first MIG instance of a partitioned GPU.
         return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0), handle
     return handle, handle
 
 
 def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
-    use = _try_read(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(part))
-    memory = _try_read(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(part))
-    reasons = _try_read(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
+    use = try_read(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(part))
+    memory = try_read(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(part))
+    reasons = try_read(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole))
     watts = None, None
     if part is whole:
         # The power of a GPU is not that of one MIG instance.
-        power = _try_read(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole))
-        limit = _try_read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
+        power = try_read(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole))
+        limit = try_read(nvml, lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole))
         watts = power and power / 1000, limit and limit / 1000
     reading = {
         'use_percent': use and use.gpu,
         'memory_bytes': memory and memory.used,
         'memory_total_bytes': memory and memory.total,
-        'temperature_c': _try_read(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)),
+        'temperature_c': try_read(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, nvml.NVML_TEMPERATURE_GPU)),
         'power_w': watts[0],
         'power_limit_w': watts[1],
-        'clock_mhz': _try_read(nvml, lambda: nvml.nvmlDeviceGetClockInfo(whole, nvml.NVML_CLOCK_SM)),
-        'clock_max_mhz': _try_read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, nvml.NVML_CLOCK_SM)),
+        'clock_mhz': try_read(nvml, lambda: nvml.nvmlDeviceGetClockInfo(whole, nvml.NVML_CLOCK_SM)),
+        'clock_max_mhz': try_read(nvml, lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, nvml.NVML_CLOCK_SM)),
         'throttled': None if reasons is None else [name for bit, name in THROTTLES.items() if reasons & bit],
-        'ecc_errors': _try_read(
+        'ecc_errors': try_read(
             nvml,
             lambda: nvml.nvmlDeviceGetTotalEccErrors(
                 whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -157,7 +165,7 @@ def _read_nvidia(nvml: Any, part: Any, whole: Any) -> Reading:
     return {key: value for key, value in reading.items() if value is not None}
 
 
-def _try_read(nvml: Any, question: Callable[[], Any]) -> Any:
+def try_read(nvml: Any, question: Callable[[], Any]) -> Any:
     """Returns the result of a query, or None if the device, driver or library does not support it."""
     try:
         return question()

@@ -12,6 +12,7 @@ from typing import Any
 
 from maxlm.config.serialization import public_command
 from maxlm.formatting import GIB
+from maxlm.hardware.identity import summary
 from maxlm.reporting.charts import Mark, MarkKind
 from maxlm.reporting.curves import Point, curve, finite
 from maxlm.reporting.overfitting import Overfitting, find_overfitting
@@ -85,8 +86,19 @@ class ReportedRun:
         """Returns the versions of libraries, and fingerprints and weights of the data."""
         data = {name: value for name, value in mapping(self.started, 'dataset').items() if name != 'sources'}
         weights = {f'weight of {name}': weight for name, _, weight in self.dataset if weight is not None}
-        rows = mapping(self.started, 'versions') | {f'data: {name}': value for name, value in (data | weights).items()}
+        rows = (
+            mapping(self.started, 'versions')
+            | self._identities()
+            | {f'data: {name}': value for name, value in (data | weights).items()}
+        )
         return [(name, '' if value is None else str(value)) for name, value in rows.items()]
+
+    def _identities(self) -> dict[str, str]:
+        """Returns the devices of each process, with their libraries, as text."""
+        return {
+            f'devices of process {process}': summary(identity)
+            for process, identity in enumerate(items(self.started, 'identity'))
+        }
 
     @property
     def is_unfinished(self) -> bool:

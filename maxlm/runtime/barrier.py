@@ -53,6 +53,17 @@ class ProcessGroup:
             return text
         return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
+    def gather(self, text: str) -> list[str]:
+        """Returns the texts of all processes, in their order."""
+        if self.num_processes == 1:
+            return [text]
+        folder = f'{self._arrive()}/gathered'
+        _client().key_value_set(f'{folder}/{self.process_index}', text)
+        return [
+            str(_client().blocking_key_value_get(f'{folder}/{process}', TIMEOUT_SECONDS * 1000))
+            for process in range(self.num_processes)
+        ]
+
     def begin_save(self) -> SaveTransaction:
         """Starts a save transaction. The previous save must have ended in all processes."""
         if self.num_processes == 1:
@@ -123,7 +134,6 @@ def is_shared(directory: Path | None) -> bool:
     group = ProcessGroup()
     if group.num_processes == 1:
         return directory is not None
-    vote = group.begin_save()
     with contextlib.ExitStack() as stack:
         probe_name = ''
         if group.process_index == 0 and directory is not None:
@@ -131,14 +141,30 @@ def is_shared(directory: Path | None) -> bool:
                 probe_name = Path(stack.enter_context(tempfile.NamedTemporaryFile(dir=directory)).name).name
         probe_name = group.broadcast_from_host0(probe_name)
         is_visible = directory is not None and probe_name != '' and (directory / probe_name).exists()
-        try:
-            if is_visible:
-                vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
-            else:
-                vote.fail('cannot see the directory')
-        except PeerError:
-            is_visible = False
-    return is_visible
+        return not agree('' if is_visible else 'cannot see the directory')
+
+
+def agree(problem: str) -> str:
+    """Returns a problem of any process in all processes; '' if none has one. All processes call it together.
+
+    Args:
+        problem: problem of this process in one line, or ''.
+
+    Returns:
+        This process's own problem, or that of another process with its number.
+    """
+    group = ProcessGroup()
+    if group.num_processes == 1:
+        return problem
+    vote = group.begin_save()
+    if problem:
+        vote.fail(problem)
+        return problem
+    try:
+        vote.barrier(key='', timeout_ms=VOTE_SECONDS * 1000)
+    except PeerError as error:
+        return str(error)
+    return ''
 
 
 def _client() -> Any:

@@ -59,6 +59,16 @@ def enable_compilation_cache(cache_dir: str) -> CompilationCache | None:
     return _install(directory)
 
 
+def enabled_cache() -> CompilationCache | None:
+    """Returns the cache that `enable_compilation_cache` enabled in this process, or None."""
+    settings: Any = jax.config
+    directory = settings.jax_compilation_cache_dir
+    # See `_install`.
+    find: Any = getattr(compilation_cache, 'get_file_cache', None)
+    found = find(directory) if find and directory else None
+    return found[0] if found and isinstance(found[0], CompilationCache) else None
+
+
 class CompilationCache:
     """File cache of compiled programs with checksums, in the interface that JAX expects. Evicts the least recently
     used.

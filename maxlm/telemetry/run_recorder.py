@@ -18,9 +18,11 @@ from typing import Any
 
 from maxlm.errors import (
     EXIT_BAD_INPUT,
+    EXIT_DEVICE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
+    DeviceError,
     InputError,
     TerminatedError,
     os_message,
@@ -206,9 +208,11 @@ class RunRecorder:
         code = EXIT_FAILED
         if isinstance(error, InputError):
             code = EXIT_BAD_INPUT
+        elif isinstance(error, DeviceError):
+            code = EXIT_DEVICE
         elif isinstance(error, KeyboardInterrupt):
             code = EXIT_INTERRUPTED
-        kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
+        kind = '' if isinstance(error, InputError | DeviceError) else f'{type(error).__name__}: '
         self._override_outcome('failed', f'{kind}{error}', code)
 
     def _override_outcome(self, kind: str, message: str, code: int) -> None:

@@ -12,11 +12,12 @@ import jax
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
-from maxlm.errors import EXIT_DONE, InputError
+from maxlm.errors import EXIT_DONE, DeviceError, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
+from maxlm.known_answers.check import check_kernels, warn_of_known_faults
+from maxlm.known_answers.kernels import lists_documents, training_answers, training_settings
 from maxlm.log import logger
-from maxlm.model.experts.kernel_check import check_expert_kernels
 from maxlm.parallel.determinism import exclude_switch_sums
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.machine import sample_config
@@ -80,6 +81,7 @@ def run(
     Raises:
         InputError: the config, the data or the workdir is not usable, or the step does not fit the devices.
         WorkdirUnavailableError: the bucket of the workdir does not respond.
+        DeviceError: a device computes wrong results.
     """
     config = with_teacher(config)
     exclude_switch_sums(config)
@@ -98,7 +100,9 @@ def run(
         sample = sample_config(config, resolver)
         check_exportable(sample)
         check_checkpoint_size(sample)
-        check_expert_kernels(sample.model)
+        warn_of_known_faults(has_document_lists=lists_documents(sample, capability_of(jax.local_devices()[0])))
+        layout = make_layout(sample.mesh)
+        check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
         opened = open_run(
             workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )
@@ -106,7 +110,7 @@ def run(
             context = stack.enter_context(opened)
         except TransientStorageError as error:
             raise WorkdirUnavailableError(str(error)) from error
-        abstract = abstract_state(sample, make_layout(sample.mesh))
+        abstract = abstract_state(sample, layout)
         check_init_from(sample, abstract.params, context.checkpoints, tokenizer=source.tokenizer_path)
         check_teacher(sample, abstract, tokenizer=source.tokenizer_path)
         final_export = None
@@ -144,6 +148,9 @@ def run(
             return code
         except Exception as error:
             # Errors such as insufficient memory or damaged data may occur while the run is unattended.
+            if isinstance(error, DeviceError):
+                context.alerts.send('device', str(error))
+                raise
             kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
             context.alerts.send('failed', f'{kind}{" ".join(str(error).split())[:300]}')
             raise

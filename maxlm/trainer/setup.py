@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,12 +13,15 @@ from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
-from maxlm.log import progress_bar
+from maxlm.hardware.identity import identify, summary
+from maxlm.log import logger, progress_bar
 from maxlm.planning.estimate.flops import step_flops
+from maxlm.runtime.barrier import ProcessGroup
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.notices.watcher import MaintenanceWatcher
 from maxlm.runtime.preemption import StopRequest
 from maxlm.runtime.watchdog import Watchdog
+from maxlm.storage.json_text import parse_json
 from maxlm.telemetry.alerts import PerformanceAlerts
 from maxlm.telemetry.trackers import Trackers
 from maxlm.trainer.batch_source import BatchSource
@@ -70,7 +74,7 @@ def open_services(
     """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
-    facts = start_facts(prepared, source, peak, recorder.price)
+    facts = start_facts(prepared, source, peak, recorder.price, gather_identities())
     if config.train.deterministic and jax.process_index() == 0:
         warn_of_changes(context.workdir, facts)
     recorder.record_event('started', headline(config), **facts)
@@ -94,11 +98,22 @@ def open_services(
             keep_best=config.checkpoint.keep_best,
             keep_period=config.checkpoint.keep_period,
             max_bytes=config.checkpoint.max_bytes,
+            compare_replicas=config.checkpoint.compare_replicas,
             on_failure=partial(context.alerts.send, 'checkpoint'),
         )
     )
     data_wait = stack.enter_context(DataWait(recorder.timeline))
     return Services(watchdog, stop_request, checkpoints, data_wait, peak)
+
+
+def gather_identities() -> list[dict[str, Any]]:
+    """Returns the identities of the accelerators of each process, and logs them. All processes call it together."""
+    if jax.default_backend() == 'cpu':
+        return []
+    identities = [parse_json(text) for text in ProcessGroup().gather(json.dumps(identify()))]
+    for process, identity in enumerate(identities):
+        logger.info(f'devices of process {process}: {summary(identity)}')
+    return identities
 
 
 def make_loop_components(

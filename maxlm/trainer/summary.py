@@ -36,7 +36,9 @@ def headline(config: Config) -> str:
     return f'{parameters_text(config.model)} on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
-def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None) -> dict[str, Any]:
+def start_facts(
+    ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None, identities: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Returns the facts known before the first step as JSON values, the fields of the event `started`."""
     config, forecast = ready.config, ready.forecast
     target, train = forecast.target, config.train
@@ -50,6 +52,8 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
         'versions': versions(),
         'git': checkout(),
         'devices': devices(),
+        # Of each process.
+        'identity': identities,
         'parameters': count_parameters(config.model),
         'active_parameters': count_active_parameters(config.model),
         'mesh': _mesh(config),

@@ -20,6 +20,16 @@ def test_command_config_and_versions(run_of):
     assert '&#34;num_steps&#34;: 400' in text
 
 
+def test_devices_of_each_process_are_listed(run_of):
+    (run,) = run_of('finished')
+    identity = [{'driver': '580.65.06', 'devices': [{'index': 0, 'kind': 'NVIDIA H200', 'uuid': 'GPU-<1>'}]}, 'damaged']
+    events = [{**event, 'identity': identity} for event in run.history.events]
+    text = section('reproduce', make_runs([dataclasses.replace(run.history, events=events)], workdirs.NOW))
+    row = '<td class="t">driver 580.65.06; device 0: NVIDIA H200, GPU-&lt;1&gt;</td>'
+    assert row in text
+    assert 'devices of process 0' not in section('reproduce', [run])
+
+
 def test_command_is_quoted_for_the_shell(run_of):
     (run,) = run_of('finished')
     text = section('reproduce', with_command(run, 'python', '--config=my runs.py', '$(x)'))

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from maxlm.runtime import barrier
-from maxlm.runtime.barrier import PeerError, ProcessGroup, SaveTransaction
+from maxlm.runtime.barrier import PeerError, ProcessGroup, SaveTransaction, agree
 
 
 class Store:
@@ -110,3 +110,27 @@ def test_failure_of_one_process_is_raised_in_all(store):
     for error in barriers(transactions[0], transactions[2]):
         assert isinstance(error, PeerError)
         assert str(error) == 'process 1: No space left'
+
+
+def test_all_processes_see_a_problem_of_one(store, monkeypatch):
+    monkeypatch.setattr(barrier, 'VOTE_SECONDS', 10)
+    assert agree('one process needs no store') == 'one process needs no store'
+    for problems in (['', ''], ['', 'bad'], ['bad', ''], ['bad', 'worse']):
+        groups = [make_group(monkeypatch, process) for process in range(2)]
+        made = iter(groups)
+        monkeypatch.setattr(barrier, 'ProcessGroup', lambda made=made: next(made))
+        # Both processes of a group are threads here, so the first begins the save for both.
+        vote = SaveTransaction('maxlm/saves/' + '|'.join(problems), 0, 2)
+        for process, group in enumerate(groups):
+            group.begin_save = lambda process=process, vote=vote: SaveTransaction(vote._prefix, process, 2)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(agree, problems))
+        number = 0 if problems[0] else 1
+        expected = [problem or (f'process {number}: bad' if any(problems) else '') for problem in problems]
+        assert found == expected
+
+
+def test_gathered_texts_are_in_the_order_of_the_processes(store, monkeypatch):
+    assert ProcessGroup().gather('alone') == ['alone']
+    store.key_value_set('maxlm/checkpoints/1/gathered/0', 'first')
+    assert make_group(monkeypatch, 1).gather('second') == ['first', 'second']

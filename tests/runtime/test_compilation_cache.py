@@ -15,7 +15,7 @@ from jax._src import compilation_cache
 from maxlm import plan
 from maxlm.commands import plan as commands_plan
 from maxlm.errors import InputError
-from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache, enable_compilation_cache
+from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache, enable_compilation_cache, enabled_cache
 from tests.conftest import ROOT
 from tests.forking import forking
 from tests.test_train import arguments, curve
@@ -124,6 +124,7 @@ def test_jax_stores_every_executable(tmp_path, reset_cache_dir):
     directory = tmp_path / 'a' / 'b'
     enable_compilation_cache(str(directory))
     assert cache_dir() == str(directory)
+    assert isinstance(enabled_cache(), CompilationCache)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     compile_something(2)
     # The directory contains no other files, such as XLA's caches.
@@ -199,6 +200,7 @@ def test_user_without_a_home_directory(reset_cache_dir, caplog, monkeypatch):
 
 def test_settings_of_the_user_take_precedence(tmp_path, reset_cache_dir, caplog):
     enable_compilation_cache('')
+    assert enabled_cache() is None
     assert cache_dir() is None
     # JAX_COMPILATION_CACHE_DIR sets the option in this way; an empty value disables the cache.
     for configured in (str(tmp_path / 'theirs'), ''):

@@ -170,6 +170,21 @@ def test_invalid_paths_are_rejected_before_compilation(dataset, tmp_path, monkey
         train.main(arguments(dataset, tmp_path / 'run'))
 
 
+def test_a_wrong_kernel_stops_the_run_before_it_has_a_workdir(dataset, tmp_path, monkeypatch, capsys):
+    kernels = []
+
+    def wrong(make, about, mesh, *, cache):
+        kernels.extend(answer.kernel for answer in make())
+        raise InputError('attention computes wrong results')
+
+    monkeypatch.setattr(trainer_run, 'check_kernels', wrong)
+    workdir = tmp_path / 'run'
+    assert exit_code(train.main, arguments(dataset, workdir)) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err == 'error: attention computes wrong results\n'
+    assert not workdir.exists()
+    assert {'attention within documents (model.attention=xla)', 'cross-entropy'} < set(kernels)
+
+
 def test_peak_is_measured_unless_configured(monkeypatch):
     config = run_preflight('train.per_device_batch_size=2').config
     configured = machine.present_machine(config)

@@ -33,6 +33,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check('devices', 'devices:check_devices', 300, 'number and kind of the devices, and the mesh', uses_devices=True),
     Check('memory', 'devices:check_memory', 120, 'memory of the devices', uses_devices=True),
+    Check('kernels', 'kernels:check_kernels', 300, 'results of the kernels of the run', uses_devices=True),
     Check('matmul', 'bandwidth:check_matmul', 300, 'speed of each device', uses_devices=True),
     Check('links', 'bandwidth:check_links', 300, 'speed of the links between devices', uses_devices=True),
 )

@@ -82,7 +82,7 @@ class LayerCache(NamedTuple):
         """Returns the cache with the call's keys and values written to their slots."""
         new = [k_BTKH, v_BTKH]
         if self.blocks[0].key_scale_LBKS is not None:
-            codes_and_scales = zip(*map(_encode, new), strict=True)
+            codes_and_scales = zip(*map(encode, new), strict=True)
             new = [x for pair in codes_and_scales for x in pair]
         blocks, start = [], 0
         for block in self.blocks:
@@ -127,7 +127,7 @@ def cache_axes(config: ModelConfig) -> tuple[str, ...]:
     return ('layers', 'batch', 'latent' if config.kv_lora_rank else 'kv_heads', 'length', 'head_dim')
 
 
-def _encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+def encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns 8-bit codes of each head's vector, and its scale [B, T, K]: the largest absolute entry divided by 127."""
     x_BTKH = x_BTKH.astype(jnp.float32)
     scale_BTK = jnp.maximum(jnp.abs(x_BTKH).max(axis=-1), jnp.finfo(jnp.float32).tiny) / 127

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
@@ -107,6 +108,20 @@ def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     kernel_masks_documents = lists_documents and capability is not None and capability >= DOCUMENTS_CAPABILITY
     is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
     return is_fused and config.data.document_mask and not kernel_masks_documents
+
+
+def attention_workspace(config: Config, capability: tuple[int, int] | None) -> int:
+    """Returns the bytes per device of the gradients of scores, which cuDNN stores on Hopper in deterministic runs.
+
+    Source: NVIDIA/cudnn-frontend #398. With a list of documents, the rows of the scores are those of the list.
+    """
+    model, window = config.model, config.data.seq_len
+    is_cudnn = model.attention in CUDNN_KERNELS and config.mesh.context == 1
+    if not (config.train.deterministic and is_cudnn and capability is not None and capability[0] == 9):
+        return 0
+    lists = model.attention == 'cudnn' and config.data.document_mask and config.mesh.stage == 1
+    rows = config.train.per_device_batch_size * (documents_per_row(window) if lists else 1)
+    return 2 * rows * (model.num_heads // config.mesh.tensor) * window**2
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:

@@ -1,0 +1,97 @@
+"""Kernels that a training step or a server uses on its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from maxlm.config.mesh import padded_vocabulary
+from maxlm.config.schema import Config, MeshConfig, ModelConfig
+from maxlm.known_answers.answer import KnownAnswer
+from maxlm.known_answers.attention import attention_answer, cache_answer
+from maxlm.known_answers.experts import experts_answer
+from maxlm.known_answers.layers import activation_answer, norm_answer, product_answer
+from maxlm.known_answers.loss import loss_answer
+from maxlm.model.layers.masks import layer_windows
+
+# Largest number of rows of matrices, so that formulas in float32 need little memory.
+MAX_ROWS = 4096
+# Rows of a decoding call, and largest number of slots of its cache.
+DECODED_ROWS, MAX_SLOTS = 8, 8192
+
+
+def lists_documents(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Returns True if the steps of a resolved config pass lists of documents to cuDNN, on GPUs of this capability."""
+    has_lists = config.data.document_mask and config.mesh.context == config.mesh.stage == 1
+    return config.model.attention == 'cudnn' and has_lists and capability is not None and capability >= (9, 0)
+
+
+def training_settings(config: Config) -> tuple[Any, ...]:
+    """Returns all settings of a resolved config on which `training_answers` depends."""
+    data, train = config.data, config.train
+    sizes = (data.seq_len, data.document_mask, train.per_device_batch_size, train.loss_chunk_tokens, train.z_loss)
+    return config.model, config.mesh, *sizes
+
+
+def training_answers(config: Config) -> list[KnownAnswer]:
+    """Returns the kernels of the steps of a resolved config, with the sizes that they have on one device.
+
+    Attention over a sharded sequence (mesh.context) is not tested.
+    """
+    model, mesh, length = config.model, config.mesh, config.data.seq_len
+    tokens = config.train.per_device_batch_size * length // mesh.context
+    answers = []
+    if mesh.context == 1:
+        answers = [
+            attention_answer(
+                model,
+                rows=config.train.per_device_batch_size,
+                length=length,
+                window=window,
+                has_documents=config.data.document_mask,
+                heads=_heads(model, mesh),
+                is_pipelined=mesh.stage > 1,
+            )
+            for window in sorted(set(layer_windows(model)))
+        ]
+    vocab_size = padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor
+    answers.append(loss_answer(config, tokens=tokens, vocab_size=vocab_size))
+    answers += _layers(model, mesh, min(tokens, MAX_ROWS))
+    if model.num_experts and not model.expert_capacity_factor:
+        answers += _experts(model, mesh)
+    return answers
+
+
+def serving_answers(config: Config, *, max_context: int, int8_cache: bool) -> list[KnownAnswer]:
+    """Returns the kernels of an engine with a resolved config, with the sizes that they have on one device.
+
+    The cache of latent attention is not tested.
+    """
+    model, mesh = config.model, config.mesh
+    answers = []
+    if not model.kv_lora_rank:
+        heads = _heads(model, mesh)
+        slots = min(max_context, MAX_SLOTS)
+        answers.append(cache_answer(model, rows=DECODED_ROWS, slots=slots, int8=int8_cache, heads=heads))
+    answers += _layers(model, mesh, DECODED_ROWS)
+    return answers + (list(_experts(model, mesh)) if model.num_experts else [])
+
+
+def _layers(model: ModelConfig, mesh: MeshConfig, rows: int) -> Iterator[KnownAnswer]:
+    width = (model.expert_ffn_dim if model.num_experts and not model.num_dense_layers else model.ffn_dim) // mesh.tensor
+    yield product_answer(model, rows, model.dim, width)
+    yield product_answer(model, rows, width, model.dim)
+    yield norm_answer(model, rows)
+    yield activation_answer(model, rows, width)
+
+
+def _experts(model: ModelConfig, mesh: MeshConfig) -> Iterator[KnownAnswer]:
+    width = model.expert_ffn_dim // mesh.tensor
+    yield experts_answer(model, model.dim, width)
+    yield experts_answer(model, width, model.dim)
+
+
+def _heads(model: ModelConfig, mesh: MeshConfig) -> tuple[int, int]:
+    """Returns the numbers of query heads and key/value heads on one device."""
+    kv_heads = model.num_heads if model.kv_lora_rank else model.num_kv_heads
+    return model.num_heads // mesh.tensor, kv_heads // mesh.tensor
