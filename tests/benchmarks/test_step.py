@@ -140,7 +140,9 @@ def test_spikes_are_found_with_their_values(capsys):
     for factor in (1.04, 0.5):
         near = [loss * (factor if n == 30 else 1) for n, loss in enumerate(LOSSES)]
         assert failed_checks({**result, 'losses': near}, None) == []
-    (line,) = failed_checks({**result, 'losses': [math.nan if n == 42 else loss for n, loss in enumerate(LOSSES)]}, None)
+    (line,) = failed_checks(
+        {**result, 'losses': [math.nan if n == 42 else loss for n, loss in enumerate(LOSSES)]}, None
+    )
     assert line.startswith('step 42: loss nan')
     assert 'not finite' in line
 

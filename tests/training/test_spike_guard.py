@@ -142,9 +142,7 @@ def test_small_windows_raise_no_more_false_alarms(noise):
         values = draw((20_000, steps + 1)).astype(np.float32)
         seen = values[:, :steps]
         median = np.median(seen, axis=1)
-        return (values[:, steps] - median) / (
-            spike_guard.NORMAL * np.median(np.abs(seen - median[:, None]), axis=1)
-        )
+        return (values[:, steps] - median) / (spike_guard.NORMAL * np.median(np.abs(seen - median[:, None]), axis=1))
 
     # At a rate of 1 of 1000 the simulation is short, and the tails are comparable.
     limit = np.quantile(exceedances(128), 0.999)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from maxlm.config.sections.optimizer import OptimizerConfig
-from maxlm.training.optimizers.quantized_moments import Blocks, load_moment
+from maxlm.training.optimizers.quantized_moments import Blocks
 from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.optimizers.update_metrics import UPDATE_METRICS, update_metrics
 from maxlm.training.step import make_train_step
