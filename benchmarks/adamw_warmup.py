@@ -4,6 +4,9 @@
 
 The model is that of configs/1b.py in float32 with width 128. It trains on the bytes of this repository, with the guard
 disabled. Prints the spikes of each run, as defined in benchmarks/step.py.
+
+The learning rate was chosen because it shows the effect. In single runs of similar models with one seed, warm-ups of 5
+and of 35 steps had no spike with 2e-3, and both had one with 3.6e-3.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 
 CONFIG = Path(__file__).parent.parent / 'configs' / '1b.py'
 WARMUPS = (5, 35)
-# The learning rate is higher than that of configs/1b.py, because the model is narrower.
 SETTINGS = (
     'model.dim=128',
     'model.num_heads=2',

@@ -8,10 +8,10 @@ the warm-up, and writes JSON with machine and versions. Needs only jax, flax, op
 To compare two settings, pass the JSON of the first call to the second with --beside. With --tokens=text both train on
 the bytes of this repository, so that their losses are meaningful.
 
-The result has the loss, gradient norm, update norm and second-moment ratio of each step, and whether it was skipped. The
-exit code is 1 if a loss is far from those of its neighbors, or from that of the same step of the other call. Steps are
-counted from 0, as in the lists of the result. An `optimizer.warmup_steps` of 30 keeps AdamW stable
-(`benchmarks/results/adamw_warmup_cpu2.json`).
+The result has the loss, gradient norm, update norm and second-moment ratio of each step, and whether it was skipped.
+The exit code is 1 if a loss is far from those of its neighbors, or from that of the same step of the other call. Steps
+are counted from 0, as in the lists of the result. After a short learning rate warm-up, AdamW itself may cause spikes
+(see benchmarks/adamw_warmup.py).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 ROOT = Path(__file__).parent.parent
 # Batches alternate, so that none stays in a cache.
 BATCHES = 4
-# Neighbors of a step on each side, the first step that is checked, and how far its loss may be above the median of them and
-# of itself, relative to the median. A falling loss is its own median. The losses of the two runs of 43 steps in
-# benchmarks/results/1b_*h200.json are at most 4.6 % above, except for the spike, which is 155 % above.
+# Neighbors of a step on each side, the first step that is checked, and how far its loss may be above the median of them
+# and of itself, relative to the median. A falling loss is its own median. From that step on, the losses of the two runs
+# of 43 steps in benchmarks/results/1b_*h200.json are at most 4.6 % above, except for the spike, which is 155 % above.
 NEIGHBORS, FIRST, SPIKE = 4, 4, 0.10
 # Allowed relative difference between two runs at each of the first EARLY steps, and later. While the loss falls by 5 to
-# 30 % per step, a small lag is a large difference: bfloat16 and fp8 differ by at most 3 % there and by 0.6 % later, except
-# beside the spike.
+# 30 % per step, a small lag is a large difference: in the same two results, bfloat16 and fp8 differ by at most 3 % there
+# and by 0.6 % later, except at steps 28 and 29.
 EARLY, SAME_EARLY, SAME_LOSS = 15, 0.10, 0.05
 # Number of last steps whose mean loss is printed.
 LAST = 10

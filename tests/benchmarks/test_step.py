@@ -111,9 +111,16 @@ RESULT = {'name': 'one', 'tokens': 'text', 'global_batch': 8, 'window': 16, 'ste
 
 @pytest.mark.parametrize(
     ('step', 'by', 'same'),
-    [(40, 0.04, True), (40, -0.04, True), (40, 0.06, False), (40, -0.06, False), (40, np.nan, False)]
-    # Early losses may differ more.
-    + [(5, 0.09, True), (5, 0.11, False)],
+    [
+        (40, 0.04, True),
+        (40, -0.04, True),
+        (40, 0.06, False),
+        (40, -0.06, False),
+        (40, np.nan, False),
+        # Early losses may differ more.
+        (5, 0.09, True),
+        (5, 0.11, False),
+    ],
 )
 def test_compare_results_step_by_step(step, by, same):
     other = {**RESULT, 'losses': LOSSES}
@@ -131,11 +138,13 @@ def test_compare_results_step_by_step(step, by, same):
 def test_spikes_are_found_with_their_values(capsys):
     result = {**RESULT, 'losses': LOSSES, 'grad_norms': [1.0] * 43, 'skipped': [False] * 43}
     assert failed_checks(result, None) == []
-    for step in (4, 20, 42):
-        spiked = {**result, 'losses': [loss * (1 + 0.5 * (n == step)) for n, loss in enumerate(LOSSES)]}
-        spiked['grad_norms'] = [1.0 + 337 * (n == step) for n in range(43)]
+    for spike in (4, 20, 42):
+        spiked = {**result, 'losses': [loss * (1 + 0.5 * (n == spike)) for n, loss in enumerate(LOSSES)]}
+        spiked['grad_norms'] = [1.0 + 337 * (n == spike) for n in range(43)]
         (line,) = failed_checks(spiked, None)
-        assert line.startswith(f'step {step}: loss {spiked["losses"][step]:.4g}  grad_norm 338  skipped 0; the loss is')
+        assert line.startswith(
+            f'step {spike}: loss {spiked["losses"][spike]:.4g}  grad_norm 338  skipped 0; the loss is'
+        )
     # Less than the bound, and a low loss.
     for factor in (1.04, 0.5):
         near = [loss * (factor if n == 30 else 1) for n, loss in enumerate(LOSSES)]
