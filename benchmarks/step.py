@@ -54,8 +54,8 @@ BATCHES = 4
 # of 43 steps in benchmarks/results/1b_*h200.json are at most 4.6 % above, except for the spike, which is 155 % above.
 NEIGHBORS, FIRST, SPIKE = 4, 4, 0.10
 # Allowed relative difference between two runs at each of the first EARLY steps, and later. While the loss falls by 5 to
-# 30 % per step, a small lag is a large difference: in the same two results, bfloat16 and fp8 differ by at most 3 % there
-# and by 0.6 % later, except at steps 28 and 29.
+# 30 % per step, a small lag is a large difference. In the same two results, bfloat16 and fp8 differ by at most 3 %
+# there and by 0.6 % later, except at steps 28 and 29.
 EARLY, SAME_EARLY, SAME_LOSS = 15, 0.10, 0.05
 # Number of last steps whose mean loss is printed.
 LAST = 10
