@@ -30,6 +30,9 @@ METRICS: dict[str, Metric] = {
     'train/loss': Metric(
         'nats/token', 'loss of train.objective; for next_token, the mean cross-entropy of the tokens in the step'
     ),
+    'train/loss_max': Metric(
+        'nats/token', 'largest loss of the steps since the previous line; null if the loss of one is not finite'
+    ),
     'train/best_loss': Metric('nats/token', 'lowest train/loss written so far'),
     'train/perplexity': Metric('', 'exp(train/loss)'),
     'train/z_loss': Metric(
@@ -85,11 +88,26 @@ METRICS: dict[str, Metric] = {
         '', 'learning rate of the step; learning rates with other peaks are proportional to it'
     ),
     'train/grad_norm': Metric('', 'global norm of the gradient before clipping'),
+    'train/grad_norm_max': Metric(
+        '', 'largest train/grad_norm of the steps since the previous line; null if that of one is not finite'
+    ),
+    'train/update_norm': Metric(
+        '',
+        'global norm of the change of the parameters, with learning rate and weight decay; 0 if the step is skipped; '
+        'not with mesh.host_offload',
+    ),
+    'train/second_moment_ratio': Metric(
+        '',
+        "RMS_t of Wortsman et al. 2023: √mean(g²/v) with the clipped gradient g and AdamW's second moment v, largest "
+        'value of all arrays; far below 1, v is stale; far above 1, gradients have grown suddenly; not with '
+        'mesh.host_offload',
+    ),
     'train/param_norm': Metric(
         '', 'global norm of the parameters after the step; with quantized kernels, of the trained ones'
     ),
     'train/tokens': Metric('tokens', 'token positions in all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
+    'train/skipped': Metric('steps', 'steps skipped since the previous line'),
     'train/skipped_steps': Metric(
         'steps', 'steps skipped so far because the loss or gradient norm spiked or was not finite'
     ),

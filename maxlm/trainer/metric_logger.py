@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.objectives import aux_names
+from maxlm.training.optimizers.update_metrics import UPDATE_METRICS
 from maxlm.training.run_control import BadSteps
 
 
@@ -29,6 +31,21 @@ class _Pending(NamedTuple):
     metrics: dict[str, jax.Array]
     data_wait: float
     batch_metrics: Callable[[], dict[str, float]]
+
+
+@dataclasses.dataclass
+class _Interval:
+    """Steps since the previous line: the largest values, which are not finite if those of any step are not."""
+
+    loss: float = -math.inf
+    grad_norm: float = -math.inf
+    skipped: int = 0
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        # Unlike `max`, `np.maximum` returns NaN if either value is NaN.
+        self.loss = float(np.maximum(self.loss, values['loss']))
+        self.grad_norm = float(np.maximum(self.grad_norm, values['grad_norm']))
+        self.skipped += bool(values['skipped'])
 
 
 class Reporter:
@@ -73,6 +90,8 @@ class Reporter:
         self._warn, self._costs, self._devices, self._on_log_line = warn, costs, devices, on_log_line
         self._pending: _Pending | None = None
         self._skipped = 0
+        self._interval = _Interval()
+        self._detects_spikes = False
         # The last completed step.
         self.step = 0
         self.best_loss = math.inf
@@ -112,6 +131,10 @@ class Reporter:
         self._throughput.step_done(data_wait)
         self._bar.update()
         self._count_skips(step, values)
+        self._interval.add(values)
+        if values.get('detects_spikes', False) and not self._detects_spikes:
+            self._detects_spikes = True
+            logger.info(f'step {step:>7}  the guard detects spikes from this step on (guard.spike_window)')
         self.last_loss = float(values['loss'])
         self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
@@ -163,6 +186,7 @@ class Reporter:
         self.step = step
         self._writer = writer
         self._skipped = skipped
+        self._interval, self._detects_spikes = _Interval(), False
         self.best_loss = best_loss
         self.bad_steps = BadSteps()
         self._bar.n = step
@@ -216,10 +240,14 @@ class Reporter:
                 **experts,
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),
+                'train/loss_max': self._interval.loss,
                 'train/grad_norm': float(values['grad_norm']),
+                'train/grad_norm_max': self._interval.grad_norm,
+                **{f'train/{name}': float(values[name]) for name in UPDATE_METRICS if name in values},
                 'train/param_norm': float(values['param_norm']),
                 'train/tokens': float(sequences * self._config.data.seq_len),
                 **({'train/epoch': sequences / self._windows_per_epoch} if self._windows_per_epoch else {}),
+                'train/skipped': float(self._interval.skipped),
                 'train/skipped_steps': float(self._skipped),
                 'data/seq_len': float(self._config.context_at(step - 1)),
                 **batch_metrics,
@@ -229,6 +257,7 @@ class Reporter:
                 **self._devices(),
             },
         )
+        self._interval = _Interval()
         mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
         cost = f'  {text}' if (text := cost_text(costs)) else ''
         logger.info(

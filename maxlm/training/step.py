@@ -22,7 +22,7 @@ from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.optimizers.trainable import measured_params
 from maxlm.training.reference import reference_params
 from maxlm.training.reference_point import make_reference_point
-from maxlm.training.spike_guard import check_spike
+from maxlm.training.spike_guard import check_spike, detects_spikes
 from maxlm.training.state import Metrics, Params, TrainState
 from maxlm.training.update import balance_loads, make_update, mean_and_clip
 
@@ -38,6 +38,11 @@ def make_train_step(
     gradients = make_gradients(config, layout, num_sources)
     update = make_update(config, layout)
 
+    def param_norm(params: Params) -> jax.Array:
+        measured = measured_params(config, params)
+        # Without the barrier, the sum takes the place of those of `update_metrics` in the kernels of the update.
+        return global_norm(measured if config.mesh.host_offload == 'all' else jax.lax.optimization_barrier(measured))
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         # The loss scale applies to a mean, because the gradients of a sum would overflow float16.
@@ -51,7 +56,7 @@ def make_train_step(
         grads, grad_norm = mean_and_clip(grads, count, factor, config.optimizer.max_grad_norm)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, window = check_spike(state.window, loss, grad_norm, config.guard)
-        params, opt_state, ema, learning_rate = update(state, grads, ok)
+        params, opt_state, ema, update_metrics = update(state, grads, ok)
         params = balance_loads(config, params, sums.load_LE, ok)
         ema = None if ema is None else balance_loads(config, ema, sums.load_LE, ok)
         loss_scale, scaling = update_loss_scale(state.loss_scale, loss, is_finite=is_finite, ok=ok, config=config.train)
@@ -59,10 +64,11 @@ def make_train_step(
             'loss': loss,
             'tokens': sums.tokens,
             'grad_norm': grad_norm,
-            'param_norm': jax.named_scope('optimizer')(global_norm)(measured_params(config, params)),
-            'learning_rate': learning_rate,
+            'param_norm': jax.named_scope('optimizer')(param_norm)(params),
+            **update_metrics,
             'skipped': ~ok,
             'spike': is_finite & ~ok,
+            **({} if state.window is None else {'detects_spikes': detects_spikes(state.window)}),
             **scaling,
             **{name: total / jnp.maximum(sums.part_count(name), 1) for name, total in sums.parts.items()},
             **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),

@@ -17,10 +17,11 @@ from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
 from maxlm.training.optimizers.schedule import make_schedule, rate_at
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
-from maxlm.training.state import Params, TrainState, optimizer_of, param_shardings
+from maxlm.training.optimizers.update_metrics import update_metrics
+from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
 
-# (state, gradients, ok) → parameters, optimizer state, moving average and learning rate.
-Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | None, jax.Array]]
+# (state, gradients, ok) → parameters, optimizer state, moving average and metrics.
+Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | None, Metrics]]
 
 
 def differentiable(config: Config, params: Params, zero_grads: Params) -> Params:
@@ -90,9 +91,12 @@ def mean_and_clip(
 
 
 def make_update(config: Config, layout: Layout) -> Update:
-    """Returns the optimizer update of a resolved config. It changes nothing if `ok` is False."""
+    """Returns the optimizer update of a resolved config. It changes nothing if `ok` is False.
 
-    def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, jax.Array]:
+    With `mesh.host_offload`, its metrics are only the learning rate.
+    """
+
+    def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped
         schedule = make_schedule(config.optimizer, config.train.num_steps)
         if state.progress is not None:
@@ -100,9 +104,13 @@ def make_update(config: Config, layout: Layout) -> Update:
             schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
         optimizer = optimizer_of(config, layout, schedule)
 
+        metrics: Metrics = {'learning_rate': schedule(num_updates)}
+
         def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
             updates, opt_state = optimizer.update(grads, opt_state, params)
+            if config.mesh.host_offload == 'none':
+                metrics.update(update_metrics(grads, updates, opt_state, ok, config.optimizer))
             params = optax.apply_updates(params, updates)
             ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
             # A selection instead of a product with 0, because NaN times 0 is NaN.
@@ -114,7 +122,7 @@ def make_update(config: Config, layout: Layout) -> Update:
         params, opt_state, ema = apply(grads, trainable(config, state.params), state.opt_state, ema)
         if state.ema is not None:
             ema = merge_trainable(state.ema, ema)
-        return merge_trainable(state.params, params), opt_state, ema, schedule(num_updates)
+        return merge_trainable(state.params, params), opt_state, ema, metrics
 
     return jax.named_scope('optimizer')(update)
 

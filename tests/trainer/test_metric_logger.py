@@ -1,4 +1,4 @@
-"""Tests skipped steps, and which of them count as divergence."""
+"""Tests skipped steps, which of them count as divergence, and metrics over the steps since the previous line."""
 
 import logging
 import math
@@ -14,27 +14,53 @@ from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import BadSteps
 from tests.small import small_config
 
-GOOD = {'loss': 1.0, 'skipped': False}
-DIVERGED = {'loss': math.nan, 'skipped': True}
+GOOD = {'loss': 1.0, 'grad_norm': 0.5, 'skipped': False}
+DIVERGED = {'loss': math.nan, 'grad_norm': math.nan, 'skipped': True}
 SPIKE = {'loss': 9.0, 'grad_norm': 40.0, 'skipped': True, 'spike': True}
-OVERFLOW = {'loss': 1.0, 'skipped': True, 'overflow': True}
+OVERFLOW = {'loss': 1.0, 'grad_norm': math.inf, 'skipped': True, 'overflow': True}
+
+
+class Lines(dict):
+    """Stands for the writer of metrics.jsonl: the values of each line, by step."""
+
+    def __bool__(self):
+        return True
+
+    def write(self, step, time, values):
+        self[step] = values
+
+
+def make_reporter(**settings):
+    throughput = Throughput(
+        tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1
+    )
+    throughput.start()
+    return Reporter(
+        small_config(**settings), throughput=throughput, bar=tqdm(disable=True), windows_per_epoch=1, sources=None
+    )
 
 
 @pytest.fixture
 def reporter():
-    throughput = Throughput(
-        tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1
-    )
-    reporter = Reporter(
-        # No step is logged with this interval.
-        small_config(train__log_every=1000, train__num_steps=1000),
-        throughput=throughput,
-        bar=tqdm(disable=True),
-        windows_per_epoch=1,
-        sources=None,
-    )
+    # No step is logged with this interval.
+    reporter = make_reporter(train__log_every=1000, train__num_steps=1000)
     reporter.begin(0, writer=None, skipped=3, best_loss=math.inf)
     return reporter
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Returns the logged (level, message) pairs, with single spaces."""
+    found = []
+    handler = logging.Handler()
+    monkeypatch.setattr(
+        handler, 'emit', lambda record: found.append((record.levelname, ' '.join(record.getMessage().split())))
+    )
+    monkeypatch.setattr(logger, 'handlers', [handler])
+    monkeypatch.setattr(logger, 'level', logging.INFO)
+    # The logger caches enabled levels.
+    logger._cache.clear()
+    return found
 
 
 def skips_in_a_row(reporter, history):
@@ -63,16 +89,8 @@ def test_overflows_do_not_count_as_divergence(reporter, history, in_a_row):
     assert skips_in_a_row(reporter, history) == in_a_row
 
 
-def test_skipped_steps_are_counted_and_logged_by_reason(reporter, monkeypatch):
-    records = []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, 'emit', records.append)
-    monkeypatch.setattr(logger, 'handlers', [handler])
-    monkeypatch.setattr(logger, 'level', logging.INFO)
-    # The logger caches enabled levels.
-    logger._cache.clear()
+def test_skipped_steps_are_counted_and_logged_by_reason(reporter, messages):
     skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
-    messages = [(record.levelname, ' '.join(record.getMessage().split())) for record in records]
     assert messages == [
         ('INFO', 'step 1 skipped: its gradient overflowed; the loss scale is halved'),
         # The total includes three skipped steps of earlier attempts.
@@ -125,3 +143,80 @@ def test_bad_steps_are_reset_after_a_rollback(reporter):
 def test_is_finite_reflects_the_last_step(reporter, last, is_finite):
     skips_in_a_row(reporter, [{**DIVERGED}, {**GOOD, **last}])
     assert reporter.is_finite is is_finite
+
+
+def submitted(reporter, first, history):
+    for step, metrics in enumerate(history, start=first):
+        reporter.submit(step, {'param_norm': 1.0, 'learning_rate': 0.1, **metrics}, data_wait=0.0)
+    reporter.flush()
+
+
+def maxima(values):
+    return tuple(values[f'train/{name}'] for name in ('loss', 'loss_max', 'grad_norm_max', 'skipped', 'skipped_steps'))
+
+
+def test_maxima_over_the_steps_since_the_previous_line():
+    reporter, lines = make_reporter(train__log_every=3, train__num_steps=8), Lines()
+    reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+    submitted(reporter, 1, [GOOD, SPIKE, GOOD, {**GOOD, 'loss': 2.0}, GOOD, GOOD, GOOD, {**GOOD, 'loss': 0.5}])
+    # The last line is that of the last step, 8.
+    assert {step: maxima(line) for step, line in lines.items()} == {
+        3: (1, 9, 40, 1, 1),
+        6: (1, 2, 0.5, 0, 1),
+        8: (0.5, 1, 0.5, 0, 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ('bad', 'loss', 'grad_norm'),
+    [
+        (DIVERGED, math.nan, math.nan),
+        (OVERFLOW, 1, math.inf),
+        ({**GOOD, 'loss': math.inf, 'skipped': True}, math.inf, 0.5),
+        # Negative control.
+        (GOOD, 1, 0.5),
+    ],
+)
+@pytest.mark.parametrize('position', [0, 1, 2])
+def test_a_step_that_is_not_finite_does_not_vanish_in_the_maximum(bad, loss, grad_norm, position):
+    reporter, lines = make_reporter(train__log_every=3, train__num_steps=6), Lines()
+    reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+    history = [GOOD] * 6
+    history[position] = bad
+    submitted(reporter, 1, history)
+    values = [lines[3]['train/loss_max'], lines[3]['train/grad_norm_max'], lines[3]['train/skipped']]
+    assert values == pytest.approx([loss, grad_norm, float(bad['skipped'])], nan_ok=True)
+    assert maxima(lines[6])[1:4] == (1, 0.5, 0)
+
+
+def test_a_rollback_or_resume_starts_a_new_interval():
+    reporter, lines = make_reporter(train__log_every=4, train__num_steps=8), Lines()
+    reporter.begin(0, writer=Lines(), skipped=0, best_loss=math.inf)
+    submitted(reporter, 1, [GOOD, SPIKE, SPIKE])
+    reporter.begin(2, writer=lines, skipped=1, best_loss=1.0)
+    submitted(reporter, 3, [GOOD, {**GOOD, 'loss': 2.0}])
+    assert maxima(lines[4]) == (2, 2, 0.5, 0, 1)
+
+
+def test_update_metrics_are_written_if_the_step_has_them():
+    for present in (True, False):
+        reporter, lines = make_reporter(train__log_every=1, train__num_steps=8), Lines()
+        reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+        submitted(reporter, 1, [{**GOOD, **({'update_norm': 0.25, 'second_moment_ratio': 1.5} if present else {})}])
+        found = {name: value for name, value in lines[1].items() if 'update' in name or 'moment' in name}
+        assert found == ({'train/update_norm': 0.25, 'train/second_moment_ratio': 1.5} if present else {})
+
+
+def test_the_log_says_once_from_when_on_spikes_are_detected(reporter, messages):
+    off, on = {**GOOD, 'detects_spikes': False}, {**GOOD, 'detects_spikes': True}
+    line = ('INFO', 'step 3 the guard detects spikes from this step on (guard.spike_window)')
+    submitted(reporter, 1, [off, off, on, on, off, on])
+    assert messages == [line]
+    # After a resume or rollback, too.
+    reporter.begin(2, writer=None, skipped=0, best_loss=1.0)
+    submitted(reporter, 3, [on, on])
+    assert messages == [line, line]
+    # Without a window, or before there are enough steps, nothing is said.
+    reporter.begin(0, writer=None, skipped=0, best_loss=1.0)
+    submitted(reporter, 1, [GOOD, off])
+    assert messages == [line, line]

@@ -52,8 +52,9 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    # Number of recent good steps used to detect loss and gradient-norm spikes. Once the window is full, steps with
-    # spikes are skipped. 0 = skip only non-finite steps. With train.objective=grpo, 128 also means 0.
+    # Number of recent good steps used to detect loss and gradient-norm spikes. Steps with spikes are skipped, from 16
+    # good steps on; until the window is full, the threshold is higher. 0 = skip only non-finite steps. With
+    # train.objective=grpo, 128 also means 0.
     spike_window: int = 128
     # Robust standard deviations above the median from which on a step counts as a spike.
     spike_threshold: float = 10.0
