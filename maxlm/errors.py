@@ -21,6 +21,8 @@ EXIT_DONE = 0
 # The run itself failed, e.g. its loss is not finite.
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+# A device of this host computes wrong results. Nothing that it computed wrongly was saved.
+EXIT_DEVICE = 74
 # EX_TEMPFAIL of sysexits.h: the run was stopped and its state is saved. A restart resumes it.
 EXIT_PREEMPTED = 75
 # Exit codes that a shell reports for a program that SIGINT or SIGPIPE ended.
@@ -57,6 +59,25 @@ class InputError(Exception):
 
     def __init__(self, message: object = ''):
         super().__init__(one_line(message))
+
+
+class DeviceError(Exception):
+    """A device computes wrong results, so the run ends without saving its state.
+
+    Commands print the message in one line. A process at fault exits with code 74, and then another host must replace
+    its host. All other processes exit with 75, because they can resume.
+
+    Attributes:
+        processes: indices of the processes whose devices are at fault; () if that is not known.
+    """
+
+    def __init__(self, message: object, processes: tuple[int, ...] = ()):
+        super().__init__(one_line(message))
+        self.processes = processes
+
+    def code_of(self, process: int, num_processes: int) -> int:
+        """Returns the exit code of a process. The device of a single process is at fault in any case."""
+        return EXIT_DEVICE if num_processes == 1 or process in self.processes else EXIT_PREEMPTED
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -157,6 +178,10 @@ def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> in
         line = line if len(line) <= _MAX_MESSAGE else f'{line[:_MAX_MESSAGE]}…'
         print(f'error: {line}', file=sys.stderr)
         return EXIT_BAD_INPUT
+    except DeviceError as error:
+        # With several processes, `Heartbeats` ends them.
+        print(f'error: {error}', file=sys.stderr)
+        return EXIT_DEVICE
     except TerminatedError as error:
         print(error, file=sys.stderr)
         return EXIT_PREEMPTED
@@ -201,7 +226,7 @@ def run_command(command: Callable[[list[str]], int | None], *, output_is_optiona
     code = exit_code(command, sys.argv[1:])
     # The process may exit only after a second or two, as with JAX. Another signal would change the exit code, which a
     # launcher reports as a crash. A failed command can still be ended.
-    action = signal.SIG_IGN if code in (EXIT_DONE, EXIT_PREEMPTED) else signal.SIG_DFL
+    action = signal.SIG_IGN if code in (EXIT_DONE, EXIT_DEVICE, EXIT_PREEMPTED) else signal.SIG_DFL
     for number in termination_signals():
         signal.signal(number, action)
     return code

@@ -18,9 +18,11 @@ from typing import Any
 
 from maxlm.errors import (
     EXIT_BAD_INPUT,
+    EXIT_DEVICE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
+    DeviceError,
     InputError,
     TerminatedError,
     os_message,
@@ -36,7 +38,7 @@ from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
 # Categories of the training loop; their sum over steps is the time per step.
-_LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint')
+_LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'replay')
 # Number of heartbeat lines after which the file is compacted.
 _MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0
@@ -206,9 +208,11 @@ class RunRecorder:
         code = EXIT_FAILED
         if isinstance(error, InputError):
             code = EXIT_BAD_INPUT
+        elif isinstance(error, DeviceError):
+            code = EXIT_DEVICE
         elif isinstance(error, KeyboardInterrupt):
             code = EXIT_INTERRUPTED
-        kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
+        kind = '' if isinstance(error, InputError | DeviceError) else f'{type(error).__name__}: '
         self._override_outcome('failed', f'{kind}{error}', code)
 
     def _override_outcome(self, kind: str, message: str, code: int) -> None:

@@ -12,7 +12,7 @@ import jax
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
-from maxlm.errors import EXIT_DONE, InputError
+from maxlm.errors import EXIT_DONE, DeviceError, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.log import logger
@@ -79,6 +79,7 @@ def run(
     Raises:
         InputError: the config, the data or the workdir is not usable, or the step does not fit the devices.
         WorkdirUnavailableError: the bucket of the workdir does not respond.
+        DeviceError: a device computes wrong results.
     """
     config = with_teacher(config)
     with contextlib.ExitStack() as stack:
@@ -142,6 +143,9 @@ def run(
             return code
         except Exception as error:
             # Errors such as insufficient memory or damaged data may occur while the run is unattended.
+            if isinstance(error, DeviceError):
+                context.alerts.send('device', str(error))
+                raise
             kind = '' if isinstance(error, InputError) else f'{type(error).__name__}: '
             context.alerts.send('failed', f'{kind}{" ".join(str(error).split())[:300]}')
             raise
