@@ -72,6 +72,7 @@ class Trainer:
             InputError: the data or the workdir is not usable, or the run does not fit the devices.
             TrainingFailedError: the run diverged.
             WorkdirUnavailableError: the bucket of the workdir does not respond.
+            DeviceError: a device computes wrong results.
         """
         initialize()
         timeline = Timeline(None)

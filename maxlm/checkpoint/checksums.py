@@ -7,6 +7,8 @@ arithmetic makes it independent of the sharding and of the number of processes. 
 element's position. An odd weight never maps a changed element to the same product, so a change of one element is
 always detected. Hashed weights also detect rows or layers that were swapped.
 
+Each device adds up its own shards, so the same pass over the arrays also compares the replicas; see `replicas`.
+
 File systems protect array data at best in transit. Without these checksums, flipped bits would be restored silently.
 """
 
@@ -16,7 +18,7 @@ import functools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import type_handlers
 
 from maxlm.checkpoint.item_metadata import (
@@ -35,6 +37,7 @@ from maxlm.checkpoint.item_metadata import (
     read_json,
     translate_errors,
 )
+from maxlm.checkpoint.replicas import check_replicas, replica_groups
 from maxlm.model.blocks import BLOCKS
 from maxlm.parallel.host_offload import on_host, to_device
 
@@ -53,15 +56,29 @@ def start_checksums(trees: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Starts computing the checksums of array items on the devices, without waiting for the results.
 
     Returns:
-        item → uint32 checksums of its leaves, ordered by dotted path and replicated on all devices.
+        item → uint32 [devices, leaves]: sums over the shards of each device of the mesh, in its order. The leaves are
+        ordered by dotted path. Arrays without a mesh have one row. The result is replicated on all devices.
     """
     return {item: _start(tree) for item, tree in trees.items()}
 
 
-def finish_checksums(trees: Mapping[str, Any], started: Mapping[str, jax.Array]) -> dict[str, Sums]:
-    """Waits for the checksums of `start_checksums` and adds the paths, shapes and dtypes of the arrays."""
-    values = jax.device_get(dict(started))
-    return {item: _describe(descriptions(tree), values[item]) for item, tree in trees.items()}
+def finish_checksums(
+    trees: Mapping[str, Any], started: Mapping[str, jax.Array], *, occasion: str = ''
+) -> dict[str, Sums]:
+    """Waits for the checksums of `start_checksums`, and adds the paths, shapes and dtypes of the arrays.
+
+    Args:
+        trees: argument of `start_checksums`.
+        started: its result.
+        occasion: if not empty, the replicas are compared, and all processes call this together; see `check_replicas`.
+
+    Raises:
+        DeviceError: the replicas of an array differ.
+    """
+    device_sums = jax.device_get(dict(started))
+    if occasion:
+        check_replicas(trees, device_sums, occasion=occasion)
+    return {item: _describe(descriptions(tree), _totals(tree, device_sums[item])) for item, tree in trees.items()}
 
 
 def json_checksum(content: Mapping[str, Any]) -> Sums:
@@ -193,39 +210,66 @@ def _start(tree: Any) -> jax.Array:
     leaves = named_leaves(tree)
     names = sorted(leaves)
     arrays = [jnp.asarray(leaves[name]) for name in names]
+    shardings = [array.sharding for array in arrays]
+    mesh = shardings[0].mesh if isinstance(shardings[0], NamedSharding) else None
+    specs = tuple(sharding.spec if isinstance(sharding, NamedSharding) else None for sharding in shardings)
+    return _sums(arrays, tuple(BLOCKS in name.split('.') for name in names), mesh, specs)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _sums(
+    arrays: list[jax.Array], stacked: tuple[bool, ...], mesh: Mesh | None, specs: tuple[PartitionSpec | None, ...]
+) -> jax.Array:
+    shapes = [x.shape for x in arrays]
+
+    def on_device(shards: list[jax.Array]) -> jax.Array:
+        return jnp.stack([_sum(*each) for each in zip(shards, shapes, specs, stacked, strict=True)])[None]
+
+    if mesh is None:
+        return on_device(arrays)
+    # Within `shard_map`, each device reads what it holds. Otherwise XLA could use the replica of another device.
+    mapped = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(list(specs),), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+    )
     # Replicated, so that each process can read the sums.
-    sharding = arrays[0].sharding
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    return _sums(arrays, tuple(BLOCKS in name.split('.') for name in names), everywhere)
+    return jax.lax.with_sharding_constraint(mapped(arrays), NamedSharding(mesh, PartitionSpec()))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _sums(arrays: list[jax.Array], stacked: tuple[bool, ...], everywhere: NamedSharding | None) -> jax.Array:
-    sums = jnp.stack([_sum(x, is_stacked) for x, is_stacked in zip(arrays, stacked, strict=True)])
-    return sums if everywhere is None else jax.lax.with_sharding_constraint(sums, everywhere)
-
-
-def _sum(x: jax.Array, stacked: bool) -> jax.Array:
-    if stacked and on_host(x):
+def _sum(shard: jax.Array, shape: tuple[int, ...], spec: PartitionSpec | None, stacked: bool) -> jax.Array:
+    """Returns the sum over one shard of an array of this shape, with positions in the array."""
+    strides = [np.uint32(math.prod(shape[dim + 1 :]) % 2**32) for dim in range(len(shape))]
+    first = jnp.uint32(0)
+    for names, size, stride in zip(spec or (), shard.shape, strides, strict=False):
+        if names is not None:
+            first += jax.lax.axis_index(names).astype(jnp.uint32) * (np.uint32(size) * stride)
+    if stacked and on_host(shard):
         # One layer at a time, because the complete stack might not fit into device memory.
-        size = np.uint32(math.prod(x.shape[1:]) % 2**32)
-        firsts = jnp.arange(x.shape[0], dtype=jnp.uint32) * size
-        return jax.lax.map(lambda layer: _sum_from(to_device(layer[0]), layer[1]), (x, firsts)).sum(dtype=jnp.uint32)
-    return _sum_from(to_device(x), jnp.uint32(0))
+        firsts = first + jnp.arange(shard.shape[0], dtype=jnp.uint32) * strides[0]
+        sums = jax.lax.map(lambda layer: _sum_from(to_device(layer[0]), strides[1:], layer[1]), (shard, firsts))
+        return sums.sum(dtype=jnp.uint32)
+    return _sum_from(to_device(shard), strides, first)
 
 
-def _sum_from(x: jax.Array, first: jax.Array) -> jax.Array:
+def _sum_from(x: jax.Array, strides: Sequence[np.uint32], first: jax.Array) -> jax.Array:
     """Computes `array_checksum` on a device."""
     if x.dtype == jnp.bool_:
         bits = x.astype(jnp.uint32)
     else:
         unsigned = jnp.dtype(f'uint{8 * x.dtype.itemsize}')
         bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    positions, stride = jnp.full(x.shape, first), 1
-    for axis in reversed(range(x.ndim)):
-        positions += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
-        stride *= x.shape[axis]
+    positions = jnp.full(x.shape, first)
+    for axis, stride in enumerate(strides):
+        positions += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
     return jnp.sum(bits * _weights(positions), dtype=jnp.uint32)
+
+
+def _totals(tree: Any, device_sums: np.ndarray) -> np.ndarray:
+    leaves = named_leaves(tree)
+    columns = [
+        device_sums[replica_groups(leaves[name])[:, 0], place].sum(dtype=np.uint32)
+        for place, name in enumerate(sorted(leaves))
+    ]
+    return np.asarray(columns, np.uint32)
 
 
 def _describe(texts: Mapping[str, str], values: np.ndarray) -> Sums:

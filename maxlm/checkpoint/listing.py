@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
-from maxlm.checkpoint.manager import VALIDATION_LOSS
+from maxlm.checkpoint.restore import VALIDATION_LOSS
 from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
 from maxlm.errors import InputError

@@ -28,13 +28,12 @@ from maxlm.checkpoint import checksums
 from maxlm.checkpoint.async_save import SOURCE, AsyncSave, failure_reason
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
 from maxlm.checkpoint.params import chunked_by_layer
-from maxlm.checkpoint.restore import RestoredState, is_params_only, items_of, restore_step
+from maxlm.checkpoint.restore import VALIDATION_LOSS, RestoredState, is_params_only, items_of, progress_of, restore_step
 from maxlm.checkpoint.retention_policy import RetentionPolicy
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.runtime.barrier import ProcessGroup
 from maxlm.training.retention import SavedStep, best_step
-from maxlm.training.spike_guard import window_to_json
 from maxlm.training.state import TrainState
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
@@ -43,8 +42,6 @@ from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_
 PROBE_SECONDS = 20.0
 # Time that the next save waits for the previous one.
 BUSY_TIMEOUT_SECONDS = 10.0
-# Key of the `progress` item.
-VALIDATION_LOSS = 'validation_loss'
 
 
 class Checkpoints:
@@ -61,12 +58,14 @@ class Checkpoints:
         keep_best: int = 0,
         keep_period: int = 0,
         max_bytes: int = 0,
+        compare_replicas: bool = True,
         on_failure: Callable[[str], None] = logger.error,
     ):
         """
         Args:
             workdir: workdir of the run: a directory, or gs://bucket/run.
             max_to_keep, keep_best, keep_period, max_bytes: see `steps_to_delete`.
+            compare_replicas: compare the replicas of all arrays before each save.
             on_failure: called from a thread with one line about each failed save. The run can continue: earlier steps
                 are intact, and the next save is independent of the failed one.
 
@@ -77,7 +76,7 @@ class Checkpoints:
         self.directory = self._folder.path
         rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
         self._policy = RetentionPolicy(self._folder, **rules, max_bytes=max_bytes)
-        self._on_failure = on_failure
+        self._compare_replicas, self._on_failure = compare_replicas, on_failure
         self._group = ProcessGroup()
         self._is_first_process = jax.process_index() == 0
         # Guards `_complete`, which threads also change.
@@ -144,6 +143,9 @@ class Checkpoints:
 
         Returns:
             True if the step is saved or being saved.
+
+        Raises:
+            DeviceError: the replicas of an array differ, so the state is wrong.
         """
         if not wait_for_previous and self._is_busy():
             self._on_failure(
@@ -156,17 +158,9 @@ class Checkpoints:
         began = time.monotonic()
         trees = items_of(state) | ({SOURCE: dict(source)} if source else {})
         started = checksums.start_checksums(trees)
-        progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), checksums.ITEM: checksums.VERSION}
-        if state.loss_scale is not None:
-            progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
-        if state.window is not None:
-            progress['window'] = window_to_json(state.window)
-        # JSON has no infinity, and a non-finite loss cannot rank checkpoints.
-        if validation_loss is not None and np.isfinite(validation_loss):
-            progress[VALIDATION_LOSS] = validation_loss
-        if history:
-            progress['history'] = dict(history)
-        sums = checksums.finish_checksums(trees, started)
+        progress = progress_of(step, state, validation_loss, history)
+        occasion = f'step {step} is not saved' if self._compare_replicas else ''
+        sums = checksums.finish_checksums(trees, started, occasion=occasion)
         sums |= {'progress': checksums.json_checksum(progress), 'data': checksums.json_checksum(fingerprint)}
         items = ocp.args.Composite(
             **{name: ocp.args.StandardSave(tree, save_args=chunked_by_layer(tree)) for name, tree in trees.items()},

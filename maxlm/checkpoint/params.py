@@ -127,8 +127,10 @@ def verify_items(path: epath.Path, trees: Mapping[str, Any], stored: Mapping[str
 
     Raises:
         CorruptCheckpointError: an item differs from the saved one.
+        DeviceError: the replicas of an array differ.
     """
-    found = checksums.finish_checksums(trees, checksums.start_checksums(trees))
+    occasion = f'{path} cannot be restored'
+    found = checksums.finish_checksums(trees, checksums.start_checksums(trees), occasion=occasion)
     for item, sums in found.items():
         checksums.verify_checksums(path / item, stored, sums)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,8 +26,11 @@ from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.training.loss_scale import LossScale
-from maxlm.training.spike_guard import window_from_json
+from maxlm.training.spike_guard import window_from_json, window_to_json
 from maxlm.training.state import TrainState
+
+# Key of the `progress` item.
+VALIDATION_LOSS = 'validation_loss'
 
 T = TypeVar('T')
 
@@ -64,6 +67,23 @@ def items_of(state: TrainState) -> dict[str, Any]:
     """Returns the array items of a state by name."""
     trees = {'params': state.params, 'optimizer': state.opt_state}
     return trees if state.ema is None else {**trees, 'ema': state.ema}
+
+
+def progress_of(
+    step: int, state: TrainState, validation_loss: float | None, history: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Returns the item `progress` of a step, which `restore_step` reads. For the arguments see `Checkpoints.save`."""
+    progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), checksums.ITEM: checksums.VERSION}
+    if state.loss_scale is not None:
+        progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
+    if state.window is not None:
+        progress['window'] = window_to_json(state.window)
+    # JSON has no infinity, and a non-finite loss cannot rank checkpoints.
+    if validation_loss is not None and np.isfinite(validation_loss):
+        progress[VALIDATION_LOSS] = validation_loss
+    if history:
+        progress['history'] = dict(history)
+    return progress
 
 
 def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 1.0) -> RestoredState:

@@ -186,6 +186,9 @@ class CheckpointConfig:
     # Maximum size of all checkpoints of the run, in GiB; 0 = no limit. Beyond it the oldest checkpoints are deleted,
     # then those of keep_best, but never the newest one and those of keep_period.
     max_gib: float = 0.0
+    # Before each checkpoint, compare the devices that hold the same part of an array. If they differ, a device computes
+    # wrong results: the run names it and ends without saving.
+    compare_replicas: bool = True
     # Remote copy of the workdir (gs://bucket/run or s3://bucket/run), uploaded in the background; '' = none.
     remote_dir: str = ''
 

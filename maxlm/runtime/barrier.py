@@ -53,6 +53,17 @@ class ProcessGroup:
             return text
         return str(_client().blocking_key_value_get(key, TIMEOUT_SECONDS * 1000))
 
+    def gather(self, text: str) -> list[str]:
+        """Returns the texts of all processes, in their order, in all processes."""
+        if self.num_processes == 1:
+            return [text]
+        folder = f'{self._arrive()}/gather'
+        _client().key_value_set(f'{folder}/{self.process_index}', text)
+        return [
+            str(_client().blocking_key_value_get(f'{folder}/{process}', TIMEOUT_SECONDS * 1000))
+            for process in range(self.num_processes)
+        ]
+
     def begin_save(self) -> SaveTransaction:
         """Starts a save transaction. The previous save must have ended in all processes."""
         if self.num_processes == 1:

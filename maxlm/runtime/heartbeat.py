@@ -21,7 +21,16 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PREEMPTED, InputError, one_line
+from maxlm.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DEVICE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    DeviceError,
+    InputError,
+    one_line,
+)
 
 TICK_SECONDS = 1.0
 # A process counts as lost after this many ticks without a heartbeat, or, for process 0, without a new report.
@@ -52,18 +61,25 @@ class FailureReport(NamedTuple):
         all_overdue: True if every process has waited too long for the others, so that no process is known to be stuck.
         reason: reason for the exit; '' = none.
         code: exit code.
+        at_fault: processes whose devices compute wrong results. They exit with EXIT_DEVICE instead of `code`.
     """
 
     sequence_number: int
     all_overdue: bool
     reason: str = ''
     code: int = EXIT_PREEMPTED
+    at_fault: tuple[int, ...] = ()
+
+    def code_of(self, process: int) -> int:
+        """Returns the exit code of a process."""
+        return EXIT_DEVICE if process in self.at_fault else self.code
 
 
 class Heartbeats:
     """Context in which the processes of a run end together. Does nothing if there is only one process.
 
     An error in one process ends all: with exit code 2 after bad input, otherwise with 75, because a restart may help.
+    After a DeviceError, the processes at fault exit with 74.
     """
 
     def __init__(self) -> None:
@@ -93,10 +109,16 @@ class Heartbeats:
         if self._count > 1:
             _state().client.wait_at_barrier(f'maxlm/{name}', BARRIER_SECONDS * 1000)
 
-    def exit_all(self, code: int, reason: str) -> NoReturn:
-        """Ends this process, from any of its threads, and the other processes, which print the reason."""
+    def exit_all(self, code: int, reason: str, *, at_fault: tuple[int, ...] = ()) -> NoReturn:
+        """Ends this process, from any of its threads, and the other processes, which print the reason.
+
+        Args:
+            code: exit code of this process.
+            reason: reason for the exit.
+            at_fault: processes that exit with EXIT_DEVICE; see `FailureReport`.
+        """
         if self._count > 1:
-            self._status = f'left {code} {reason}'
+            self._status = f'left {code} {",".join(map(str, at_fault)) or "-"} {reason}'
             self._stop.set()
             # If process 0 cannot be reached, the other processes detect that themselves.
             with contextlib.suppress(RuntimeError):
@@ -130,6 +152,9 @@ class Heartbeats:
             reason = str(error)
             print(f'error: {reason}', file=sys.stderr)
             self.exit_all(EXIT_BAD_INPUT, reason)
+        elif isinstance(error, DeviceError):
+            print(f'error: {error}', file=sys.stderr)
+            self.exit_all(error.code_of(self._id, self._count), str(error), at_fault=error.processes)
         elif isinstance(error, KeyboardInterrupt):
             self.exit_all(EXIT_INTERRUPTED, 'interrupted')
         else:
@@ -151,7 +176,7 @@ class Heartbeats:
             if report.reason and not self._stop.is_set():
                 if self._id == 0:
                     self._stop.wait(LINGER_SECONDS)
-                self._exit_with_others(report.reason, report.code)
+                self._exit_with_others(report.reason, report.code_of(self._id))
 
     def _watch_loop(self) -> None:
         # Counts ticks instead of seconds, so that a suspended process does not mistake its suspension for silence.
@@ -217,9 +242,10 @@ def diagnose(lines: dict[int, str]) -> FailureReport:
     for number, status in statuses.items():
         word, _, rest = status.partition(' ')
         if word == 'left':
-            code, _, reason = rest.partition(' ')
+            code, listed, reason = rest.split(' ', 2)
             exit_code = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
-            return FailureReport(0, False, f'process {number}: {reason}', exit_code)
+            at_fault = () if listed == '-' else tuple(map(int, listed.split(',')))
+            return FailureReport(0, False, f'process {number}: {reason}', exit_code, at_fault)
     return FailureReport(0, all(status == 'overdue' for status in statuses.values()))
 
 

@@ -93,6 +93,7 @@ def open_services(
             keep_best=config.checkpoint.keep_best,
             keep_period=config.checkpoint.keep_period,
             max_bytes=config.checkpoint.max_bytes,
+            compare_replicas=config.checkpoint.compare_replicas,
             on_failure=partial(context.alerts.send, 'checkpoint'),
         )
     )

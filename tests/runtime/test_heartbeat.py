@@ -1,11 +1,12 @@
 """Tests the diagnosis from the heartbeats of all processes, and the exit of finished processes."""
 
+import json
 import signal
 
 import pytest
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED
-from maxlm.runtime.heartbeat import Heartbeats, diagnose
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_PREEMPTED
+from maxlm.runtime.heartbeat import FailureReport, Heartbeats, diagnose
 from tests.forking import forking
 
 
@@ -19,9 +20,20 @@ def test_all_overdue_requires_every_process():
 
 @pytest.mark.parametrize(('code', 'expected_code'), [(EXIT_BAD_INPUT, EXIT_BAD_INPUT), (75, EXIT_PREEMPTED), (1, 75)])
 def test_reason_of_one_process_is_reported_to_all(code, expected_code):
-    diagnosis = diagnose({0: '7 overdue', 1: f'3 left {code} train-00000: damaged', 2: '4 busy'})
+    diagnosis = diagnose({0: '7 overdue', 1: f'3 left {code} - train-00000: damaged', 2: '4 busy'})
     assert diagnosis.reason == 'process 1: train-00000: damaged'
     assert diagnosis.code == expected_code
+
+
+@pytest.mark.parametrize('at_fault', [(), (2,), (0, 2)])
+def test_only_processes_at_fault_exit_with_74(at_fault):
+    listed = ','.join(map(str, at_fault)) or '-'
+    diagnosis = diagnose({0: '7 busy', 1: f'3 left 75 {listed} wrong values in device 2', 2: '4 busy'})
+    # Process 0 sends it to the others as JSON.
+    report = FailureReport(*json.loads(json.dumps(diagnosis)))
+    assert report.reason == 'process 1: wrong values in device 2'
+    codes = [report.code_of(process) for process in range(3)]
+    assert codes == [EXIT_DEVICE if process in at_fault else EXIT_PREEMPTED for process in range(3)]
 
 
 def test_single_process_is_unaffected():
