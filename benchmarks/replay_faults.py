@@ -6,14 +6,13 @@ A flip changes one random bit of one random element in one execution of one step
 same compiled program. A flip matters if the loss of the step or of the next one changes by at least 0.01 or is not
 finite. Each flip is found by the replay of its step, or by the checksum before the next step.
 
-The cost is that of a run of configs/tiny.py at a fraction of 0.0025. Rounding is the largest difference of a step between
-layouts of eight virtual devices, which add in other orders; `maxlm.training.replay.ROUNDING` follows from it.
+The cost is that of a run of configs/tiny.py at a fraction of 0.0025. Rounding is the largest difference of a step
+between layouts of eight virtual devices, which add in other orders; `maxlm.training.replay.ROUNDING` follows from it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import math
@@ -44,7 +43,6 @@ from maxlm.telemetry.metrics import read_metrics
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer import replay
 from maxlm.trainer.replay import Replays
-from maxlm.trainer.throughput import Throughput
 from maxlm.training import gradients, step
 from maxlm.training.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
 from maxlm.training.run_control import BadSteps
@@ -253,7 +251,7 @@ class Model:
             results.append((first, second))
             return find_cause(first, second, **options)
 
-        self.replays.begin()
+        self.replays.begin(TRAINED)
         found = False
         with mock.patch.object(replay, 'find_cause', record):
             try:
@@ -265,7 +263,7 @@ class Model:
 
     def flip_memory(self, rng: np.random.Generator) -> Flip:
         """Flips a bit of the parameters or of the optimizer state between two steps that are replayed."""
-        self.replays.begin()
+        self.replays.begin(TRAINED)
         state, _ = self.replays.step(TRAINED + 1, self.program, self.copy(), lambda: self.put(0))
         expected = self.losses(1, replay._copy(state))
         leaves, structure = jax.tree.flatten((state.params, state.opt_state))
@@ -342,12 +340,12 @@ def rounding(dtype: str) -> dict[str, float]:
     settings = {
         **SMALL,
         'model__dtype': dtype,
-        'model__num_layers': 8,
-        'model__dim': 128,
+        'model__num_layers': 4,
+        'model__dim': 64,
         'model__num_heads': 8,
         'model__scan_layers': True,
         'model__vocab_size': 64,
-        'data__seq_len': 128,
+        'data__seq_len': 64,
         'train__global_batch_size': 16,
     }
     results: list[list[dict[str, float]]] = []
@@ -357,12 +355,12 @@ def rounding(dtype: str) -> dict[str, float]:
         config, layout = small_config(num_devices, **settings, **mesh)
         program = jax.jit(step.make_train_step(config, layout))
         rng = np.random.default_rng(0)
-        batch = random_batch(rng, 16, 128, VOCABULARY, 64)
+        batch = random_batch(rng, 16, 64, VOCABULARY, 32)
         if not states:
             # Early and later states of one device.
             state = init_state(config, layout)
-            for number in range(33):
-                if number in (0, 4, 32):
+            for number in range(17):
+                if number in (0, 4, 16):
                     states.append(jax.device_get(state))
                 state, _ = program(state, layout.put_batch(batch, 16))
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, layout))
@@ -371,20 +369,15 @@ def rounding(dtype: str) -> dict[str, float]:
             _, metrics = program(jax.device_put(state, shardings), layout.put_batch(batch, 16))
             found.append({name: float(metrics[name]) for name in Rounding._fields})
         results.append(found)
-    return {
-        name: max(
-            abs(other[name] / one[name] - 1) for found in results[1:] for one, other in zip(results[0], found, strict=True)
-        )
-        for name in Rounding._fields
-    }
+    pairs = [pair for found in results[1:] for pair in zip(results[0], found, strict=True)]
+    return {name: max(abs(other[name] / one[name] - 1) for one, other in pairs) for name in Rounding._fields}
 
 
 def cost(num_steps: int) -> dict[str, float]:
     """Returns the time of replays at a fraction of FRACTION relative to that of steps, in a run of configs/tiny.py."""
     with tempfile.TemporaryDirectory() as folder:
         data, workdir = Path(folder) / 'data', Path(folder) / 'run'
-        rng = np.random.default_rng(0)
-        write_dataset(data, {split: random_tokens(rng, 2**18, VOCABULARY) for split in ('train', 'validation')})
+        write_dataset(random_tokens(2**20), data, 1)
         settings = {
             'data.path': data,
             'train.num_steps': num_steps,
@@ -413,7 +406,7 @@ def main(argv: list[str]) -> int:
     """Measures all, prints the results and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.replay_faults', allow_abbrev=False, description=__doc__)
     parser.add_argument('--flips', type=int, default=300, help='flips at each place (default 300)')
-    parser.add_argument('--steps', type=int, default=2000, help='steps of the run that measures the cost (default 2000)')
+    parser.add_argument('--steps', type=int, default=2000, help='steps of the run with replays (default 2000)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     jax.config.update('jax_num_cpu_devices', 8)

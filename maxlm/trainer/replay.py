@@ -37,8 +37,8 @@ REASONS = {
     Cause.NONDETERMINISM: 'the results differ by rounding; train.deterministic=true avoids it',
     Cause.DEVICE: 'the results differ, so a device computed one of them wrongly',
 }
-# Maximum number of devices and arrays in a message.
-_MAX_NAMES = 8
+# Maximum number of devices, arrays and checkpoints in a message.
+_MAX_NAMES = 3
 
 
 class Execution(NamedTuple):
@@ -88,6 +88,7 @@ class Replays:
         self._go = jax.device_put(np.bool_(False), layout.named())
         # Some kernels of GPUs add in a varying order.
         self._is_deterministic = layout.platform != 'gpu' or getattr(config.train, 'deterministic', False)
+        self._start = 0
         # The last step, unless it was replayed.
         self._last: Execution | None = None
         # The last step whose two executions were equal, and the checksums of the state after it.
@@ -95,9 +96,9 @@ class Replays:
         self._num_replayed = self._num_different = 0
         self._loss_difference = 0.0
 
-    def begin(self) -> None:
-        """Forgets earlier steps. Called before the first step after a start or a rollback."""
-        self._last = self._verified = None
+    def begin(self, start: int) -> None:
+        """Forgets earlier steps. Called before the first step after a start or a rollback, with the step before it."""
+        self._start, self._last, self._verified = start, None, None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -235,39 +236,50 @@ class Replays:
             self._loss_difference = abs(one.loss - other.loss)
         values = f'loss {_both(one.loss, other.loss)}, gradient norm {_both(one.grad_norm, other.grad_norm)}'
         if names:
-            values += f', {_differing(*checksums, names)}'
+            values += f', {self._differing(*checksums, names)}'
         text = f'computed twice: {REASONS[cause]} ({values})'
         if is_bad or is_first:
             # Events of every step would fill the log of a run that replays all steps with rounding.
             self._recorder.record_event(
                 'replayed', text, step=step, cause=str(cause), loss=_finite(one.loss), replayed_loss=_finite(other.loss)
             )
-            logger.log(logging.INFO if cause is Cause.DATA else logging.WARNING, f'step {step:>7}  {text}')
+            logger.log(logging.WARNING if cause is Cause.NONDETERMINISM else logging.INFO, f'step {step:>7}  {text}')
         if cause is Cause.DEVICE:
             raise DeviceError(f'step {step} {text}; {self._suspects(step)}')
 
     def _check_memory(self, step: int, state: TrainState, expected: np.ndarray) -> None:
         found = _checksums(state)
-        if not np.array_equal(found, expected):
-            self._num_different += 1
-            raise DeviceError(
-                f'the state has changed in memory between steps {step - 1} and {step}: '
-                f'{_differing(expected, found, _names(state))}; {self._suspects(step)}'
-            )
+        if np.array_equal(found, expected):
+            return
+        self._num_different += 1
+        text = f'the state changed in memory: {self._differing(expected, found, _names(state))}'
+        self._recorder.record_event('replayed', text, step=step - 1, cause=str(Cause.DEVICE))
+        # Unlike a wrong result, which the next collective spreads, this is where it happened.
+        at_fault = {device.process_index for device in self._devices(expected, found)}
+        raise DeviceError(f'after step {step - 1} {text}; {self._suspects(step)}', tuple(sorted(at_fault)))
+
+    def _devices(self, one: np.ndarray, other: np.ndarray) -> list[jax.Device]:
+        """Returns the devices whose checksums differ."""
+        return list(self._layout.mesh.devices.flat[np.any(one != other, axis=1)])
+
+    def _differing(self, one: np.ndarray, other: np.ndarray, names: Sequence[str]) -> str:
+        """Returns the arrays and the devices whose checksums differ."""
+        arrays = [name for name, differs in zip(names, np.any(one != other, axis=0), strict=True) if differs]
+        devices = [str(device.id) for device in self._devices(one, other)]
+        text = f'{len(arrays)} of {len(names)} arrays differ'
+        return f'{text} ({_some(arrays)}) on device {_some(devices)}' if arrays else text
 
     def _suspects(self, step: int) -> str:
         """Returns the host, its devices, and the checkpoints that may be damaged, for a message."""
-        devices = [f'{device.platform}:{device.id} ({device.device_kind})' for device in jax.local_devices()]
-        since = self._verified[0] if self._verified else 0
-        damaged = [saved for saved in self._saved_steps() if since < saved < step]
-        checkpoints = (
-            f'checkpoints after step {since}, the last one with two equal results, may be damaged: '
-            f'{", ".join(map(str, damaged))}'
-            if damaged
-            else f'no checkpoint is newer than step {since}, the last one with two equal results'
+        since = self._verified[0] if self._verified else self._start
+        damaged = [str(saved) for saved in self._saved_steps() if since < saved < step]
+        checked = 'the last one with two equal results' if self._verified else 'the first one of this attempt'
+        devices = [f'{device.id} ({device.device_kind})' for device in jax.local_devices()]
+        return (
+            f'host {socket.gethostname()} (process {jax.process_index()} of {jax.process_count()}) has device '
+            f'{_some(devices)}; checkpoints after step {since}, {checked}, may be damaged too '
+            f'({_some(damaged) or "there are none"}); check the host with maxlm doctor, or use another one'
         )
-        host = f'host {socket.gethostname()}, process {jax.process_index()} of {jax.process_count()}'
-        return f'{host}, devices {_some(devices)}; {checkpoints}; test the devices with `maxlm doctor`'
 
 
 def _copy(state: TrainState) -> TrainState:
@@ -285,7 +297,7 @@ def _names(state: TrainState) -> list[str]:
 
 
 def _checksums(state: TrainState) -> np.ndarray:
-    """Returns the checksums of the arrays of a state, in the order of `_names`, on the last axis."""
+    """Returns uint32 [devices, arrays]: checksums of the arrays of a state on each device, in the order of `_names`."""
     return np.asarray(jax.device_get(start_checksums({'state': _compared(state)})['state']))
 
 
@@ -302,12 +314,6 @@ def _finite(value: float) -> float | str:
 def _both(first: float, second: float) -> str:
     """Returns two values with all digits of float32."""
     return f'{first:.9g} and {second:.9g}'
-
-
-def _differing(first: np.ndarray, second: np.ndarray, names: Sequence[str]) -> str:
-    differs = np.any(np.reshape(first != second, (-1, len(names))), axis=0)
-    which = [name for name, is_different in zip(names, differs, strict=True) if is_different]
-    return f'{len(which)} of {len(names)} arrays of the state' + (f' ({_some(which)})' if which else '')
 
 
 def _some(names: Sequence[str]) -> str:

@@ -143,7 +143,7 @@ class StepRunner:
             DeviceError: a replay has found that a device computes wrongly.
         """
         if connects:
-            self._replays.begin()
+            self._replays.begin(step - 1)
         compiled = self._compiled_for(step, decisions)
         if self._profile.should_start(step):
             self._while_idle(state, partial(self._profile.start, step))
