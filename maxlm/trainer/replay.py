@@ -238,7 +238,7 @@ class Replays:
         if names:
             values += f', {self._differing(*checksums, names)}'
         text = f'computed twice: {REASONS[cause]} ({values})'
-        if is_bad or is_first:
+        if is_bad or is_first or cause is Cause.DEVICE:
             # Events of every step would fill the log of a run that replays all steps with rounding.
             self._recorder.record_event(
                 'replayed', text, step=step, cause=str(cause), loss=_finite(one.loss), replayed_loss=_finite(other.loss)
