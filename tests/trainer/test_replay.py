@@ -1,5 +1,6 @@
 """Replays with flipped bits: which are found, what is recorded, and which state the run continues from."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks.replay_faults import COLLECTIVE, MEMORY, NONE, TRAINED, WITHIN, Model, matter
 from maxlm.errors import EXIT_DEVICE, EXIT_PREEMPTED, DeviceError
-from maxlm.trainer import replay
+from maxlm.training.replay import ROUNDING
 from maxlm.training.run_control import BadSteps
 from maxlm.training.step import HOLD
 from tests.conftest import ROOT
@@ -110,9 +111,7 @@ def test_the_message_names_step_values_host_and_checkpoints(single, events, monk
     text = str(error)
     assert text.startswith(f'step {STEP} computed twice: the results differ, so a device computed one of them wrongly')
     assert 'on device 0' in text
-    assert (
-        f'checkpoints after step {TRAINED}, the first one of this attempt, may be damaged too (there are none)' in text
-    )
+    assert f'checkpoints after step {TRAINED}, the first one of this attempt, may be damaged too (there are' in text
     assert [(event['step'], event['cause']) for event in events] == [(STEP, 'device')]
     assert events[0]['loss'] != events[0]['replayed_loss']
     # With several processes nobody knows which one computed wrongly.
@@ -193,8 +192,6 @@ class Run:
 
     @staticmethod
     def without_replays(config):
-        import dataclasses
-
         return dataclasses.replace(config, guard=dataclasses.replace(config.guard, replay_fraction=0.0))
 
 
@@ -231,17 +228,11 @@ def test_the_first_bad_step_is_replayed(single, events, monkeypatch, bad, settle
     assert same(run.state, state)
 
 
-@pytest.mark.parametrize('wrong', [1, 3])
-def test_a_bad_step_that_is_good_in_its_replay_is_the_fault_of_a_device(single, events, monkeypatch, wrong):
-    """Execution 1 is step 2. If it is bad, execution 3 is its replay."""
-    if wrong == 1:
-        with pytest.raises(DeviceError, match=f'step {TRAINED + 2} computed twice'):
-            Run(single, monkeypatch, wrong=(1,))
-        assert [event['cause'] for event in events] == ['device']
-    else:
-        # Execution 3 is step 4, which is good in its replay too, if it is bad in neither.
-        with pytest.raises(DeviceError, match=f'step {TRAINED + 4} computed twice'):
-            Run(single, monkeypatch, wrong=(3,))
+@pytest.mark.parametrize('step', [1, 2, 6])
+def test_a_bad_step_that_is_good_in_its_replay_is_the_fault_of_a_device(single, events, monkeypatch, step):
+    with pytest.raises(DeviceError, match=f'step {TRAINED + step} computed twice'):
+        Run(single, monkeypatch, wrong=(step - 1,))
+    assert [event['cause'] for event in events] == ['device']
 
 
 def test_results_of_the_benchmark():
@@ -252,5 +243,5 @@ def test_results_of_the_benchmark():
             assert counts['matter'] > 0, (dtype, place)
             assert counts['matter_found'] >= 0.99 * counts['matter'], (dtype, place)
     assert result['cost']['share'] < 0.01
-    for dtype, limits in replay.ROUNDING.items() if hasattr(replay, 'ROUNDING') else ():
+    for dtype, limits in ROUNDING.items():
         assert all(getattr(limits, name) >= 20 * value for name, value in result['rounding'][dtype].items())
