@@ -343,7 +343,8 @@ python -m benchmarks.soak --faults=kill
 
 `python -m benchmarks.soak` writes this page from its table and the results of the tests, so do not edit the page.
 *sample* means the tests as CI runs them; `--full` runs the full number of trials. Times are the longest, on CPU cores
-with other load (`benchmarks/results/soak_cpu2.json`). [launch.md](launch.md#restarts) has exit codes and restarts,
+with other load (`benchmarks/results/soak_cpu2.json`). GPUs compute the same bits with
+[train.deterministic](reliability.md#deterministic-runs). [launch.md](launch.md#restarts) has exit codes and restarts,
 [reliability.md](reliability.md) has the options.
 
 | fault | guarantee | tests (below `tests/`) | measured |

@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
         num_devices=jax.device_count(),
         vocab_size=config.model.vocab_size or options.vocab_size,
         windows=1,
+        capability=capability_of(jax.local_devices()[0]),
     )
     result = {
         'name': options.name or options.config,

@@ -362,12 +362,15 @@ while :; do
   sleep 0.2 || true
 done
 
-# Bad input (2) has priority, because a restart would not help. If a signal killed one process and the others exited
-# with 75, the node can restart.
+# Bad input (2) has priority, because a restart would not help, and then a device that computes wrong results (74),
+# because the node has to be replaced. If a signal killed one process and the others exited with 75, the node can
+# restart.
 if [ "$first" -ge 128 ] && [[ " ${codes[*]} " == *' 75 '* ]]; then
   first=75
 fi
-if [[ " ${codes[*]} " == *' 2 '* ]]; then
-  first=2
-fi
+for code in 74 2; do
+  if [[ " ${codes[*]} " == *" $code "* ]]; then
+    first=$code
+  fi
+done
 exit "$first"

@@ -229,6 +229,9 @@ outcome() {
   elif said 'exit 2'; then
     # A single worker may report bad input; the other workers then lose a peer.
     echo 2
+  elif said 'exit 74'; then
+    # A device of one worker computes wrong results. The other workers exit with other codes.
+    echo 74
   elif said stopped; then
     echo 75
   elif said 'died|none'; then

@@ -1,15 +1,17 @@
 """Restarts a command until it succeeds: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
 
 Exit code 0 of the command ends the loop. Exit code 2 (bad input) also ends it, because a restart would fail in the same
-way. After 75 (preempted) the command restarts immediately; after any other code it restarts after a pause. The loop
-gives up after K failures in a row without a new checkpoint in the command's --workdir. It then returns the exit code of
-the command, or 1 instead of 75. SIGTERM, Ctrl-C and the loss of the terminal are forwarded once, as SIGTERM; the
-loop then waits for the command and returns its exit code.
+way. So does 74, because a device of this host computes wrong results. After 75 (preempted) the command restarts
+immediately; after any other code it restarts after a pause. The loop gives up after K failures in a row without a new
+checkpoint in the command's --workdir. It then returns the exit code of the command, or 1 instead of 75. SIGTERM, Ctrl-C
+and the loss of the terminal are forwarded once, as SIGTERM; the loop then waits for the command and returns its exit
+code.
 
 With --detach, the run continues without the terminal: its output goes to WORKDIR/logs, and --stop=WORKDIR stops it.
 
 With --min-hosts, the run is elastic: start the same command on each of --hosts hosts, with a --workdir that all of them
-reach. After the loss of a host, the others resume without it if at least N remain, and it can rejoin at any time.
+reach. After the loss of a host, the others resume without it if at least N remain, and it can rejoin at any time. A
+host whose command exits with 74 is excluded from the run until WORKDIR/elastic/quarantined-HOST is deleted.
 """
 
 from __future__ import annotations

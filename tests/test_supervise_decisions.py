@@ -23,6 +23,8 @@ def decisions_after(*ends, newest=-1):
         ([(0, -1)], 0),
         ([(2, -1)], 2),
         ([(1, -1), (75, -1), (2, -1)], 2),
+        # Another host has to replace this one, even if there is a new checkpoint.
+        ([(1, -1), (75, -1), (74, 10)], 74),
         ([(1, -1), (1, -1), (7, -1)], 7),
         # Exit code 75 would make the caller restart the run.
         ([(75, -1), (1, -1), (75, -1)], 1),

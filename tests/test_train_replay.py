@@ -73,7 +73,7 @@ SCHEDULES = {
     'float16': {'model__dtype': 'float16', 'train__initial_loss_scale': 2.0**30},
     'host offload': {'mesh__host_offload': 'all', 'model__dropout': 0},
     'pipeline': {'model__num_layers': 2, 'mesh__stage': 2, 'mesh__fsdp': 4, 'train__per_device_batch_size': 1},
-    'context': {'data__seq_len_schedule': '((8, 2), (16, 4))'},
+    'context': {'data__seq_len_schedule': '((4, 0.3), (8, 0.7))'},
     'unrolled': {'model__scan_layers': False},
 }
 

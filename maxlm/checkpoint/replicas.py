@@ -22,7 +22,7 @@ from maxlm.errors import DeviceError
 from maxlm.runtime.barrier import ProcessGroup
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """Replicas that differ. Devices are positions in the mesh.
 
     Attributes:
@@ -52,7 +52,7 @@ def replica_groups(array: Any) -> np.ndarray:
     return positions.transpose(*used, *others).reshape(parts, -1)
 
 
-def find_difference(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarray]) -> Difference | None:
+def find_difference(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarray]) -> ReplicaDifference | None:
     """Compares the sums of the replicas of each array.
 
     Args:
@@ -76,7 +76,7 @@ def find_difference(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarr
                     wrong |= {device for device, each in zip(devices, values, strict=True) if each != value}
                 else:
                     unknown |= set(devices)
-    return Difference(names[0], len(names), sorted(wrong), sorted(unknown)) if names else None
+    return ReplicaDifference(names[0], len(names), sorted(wrong), sorted(unknown)) if names else None
 
 
 def check_replicas(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarray], *, occasion: str) -> None:
@@ -96,7 +96,7 @@ def check_replicas(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarra
     text = group.broadcast_from_host0(json.dumps(found) if found else '')
     if not text:
         return
-    difference = Difference(*json.loads(text))
+    difference = ReplicaDifference(*json.loads(text))
     hosts = group.gather(socket.gethostname())
     devices = _devices(trees)
     at_fault = _processes(devices, difference.wrong)
@@ -115,7 +115,7 @@ def _processes(devices: list[jax.Device], positions: Collection[int]) -> tuple[i
     return tuple(sorted({devices[position].process_index for position in positions}))
 
 
-def _describe(difference: Difference, devices: list[jax.Device], hosts: list[str]) -> str:
+def _describe(difference: ReplicaDifference, devices: list[jax.Device], hosts: list[str]) -> str:
     def text(positions: list[int]) -> str:
         parts = []
         for process in _processes(devices, positions):

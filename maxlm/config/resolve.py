@@ -21,6 +21,9 @@ FP8_CAPABILITY = (8, 9)
 FP8_MULTIPLE = 16
 # Splash attention needs sequence lengths that are multiples of the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
+# Major compute capabilities of GPUs with a deterministic backward pass of cuDNN's attention: Hopper and Blackwell.
+# TransformerEngine uses it on these too.
+DETERMINISTIC_CUDNN = (9, 10)
 # Platform of each kernel for the products of experts.
 _KERNELS = {'tokamax': 'gpu', 'megablox': 'tpu'}
 # `data.seq_len` of a config that describes a model without a run.
@@ -135,7 +138,7 @@ def resolve(
         )
     model = dataclasses.replace(
         model,
-        attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform),
+        attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability),
         original_max_positions=model.original_max_positions or round(model.max_positions / model.rope_scaling_factor),
     )
     optimizer = config.optimizer
@@ -151,10 +154,10 @@ def resolve(
     )
     check_layout(config)
     _check_matmul(config, platform, capability)
-    return dataclasses.replace(config, teacher=_resolved_teacher(config, platform))
+    return dataclasses.replace(config, teacher=_resolved_teacher(config, platform, capability))
 
 
-def _resolved_teacher(config: Config, platform: str) -> ModelConfig | None:
+def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int] | None) -> ModelConfig | None:
     """Returns the model of a resolved config's teacher as the step computes it: in the dtype of the run.
 
     Raises:
@@ -192,7 +195,7 @@ def _resolved_teacher(config: Config, platform: str) -> ModelConfig | None:
             f'set data.seq_len={teacher.max_positions} or less'
         )
     alone = dataclasses.replace(config, model=teacher, teacher=None)
-    teacher = dataclasses.replace(teacher, attention=_attention_kernel(alone, platform))
+    teacher = dataclasses.replace(teacher, attention=_attention_kernel(alone, platform, capability))
     try:
         check_layout(alone)
     except InputError as error:
@@ -213,10 +216,12 @@ def resolve_on(
     By default, parameters are sharded over all devices; `share_layers` shards heads and feed-forward instead. The
     batch per device is `train.per_device_batch_size`, which fitted in training, or one sequence if the key is 0.
     FP8 matrix products are kept if the devices support them, so that the model computes as in training.
+    `train.deterministic` is dropped, because it only concerns training.
     """
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=False))
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto')
-    kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform)
+    kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
     model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform, mesh))
     if not _multiplies_fp8(platform, capability):
         model = dataclasses.replace(model, matmul_precision='default')
@@ -293,23 +298,30 @@ def _expert_matmul(requested: str, platform: str, mesh: MeshConfig) -> str:
     return requested
 
 
-def _attention_kernel(config: Config, platform: str) -> str:
+def _attention_kernel(config: Config, platform: str, capability: tuple[int, int] | None) -> str:
     """Returns `model.attention` with auto resolved. The config must have a resolved mesh and head_dim."""
     requested = config.model.attention
-    kernel, needs = {'gpu': ('cudnn', _cudnn_needs(config.model)), 'tpu': ('splash', _splash_needs(config))}.get(
-        platform, ('xla', '')
-    )
+    kernels, needs = {
+        'gpu': (('cudnn', 'cudnn_mask'), _cudnn_needs(config, capability)),
+        'tpu': (('splash',), _splash_needs(config)),
+    }.get(platform, (('xla',), ''))
     if requested == 'auto':
-        return 'xla' if needs else kernel
-    if requested not in ('xla', kernel):
+        # With a list of documents, the deterministic backward pass needs a multiple of the memory on Hopper
+        # (NVIDIA/cudnn-frontend #398).
+        return 'xla' if needs else kernels[-1 if config.train.deterministic else 0]
+    if requested not in ('xla', *kernels):
         raise InputError(f'model.attention={requested}: not available on {platform} devices; set it to auto')
-    if requested == kernel and needs:
+    if requested in kernels and needs:
         raise InputError(f'model.attention={requested} requires {needs}; set it to auto')
     return requested
 
 
-def _cudnn_needs(model: ModelConfig) -> str:
+def _cudnn_needs(config: Config, capability: tuple[int, int] | None) -> str:
     """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
+    model = config.model
+    if config.train.deterministic and (capability is None or capability[0] not in DETERMINISTIC_CUDNN):
+        found = 'an unknown one' if capability is None else '{}.{}'.format(*capability)
+        return f'compute capability 9.x or 10.x with train.deterministic=true; found {found}'
     if model.attention_sinks:
         return _NO_SINKS
     # Limits of cuDNN on all supported GPUs.

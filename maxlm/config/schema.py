@@ -97,6 +97,9 @@ class TrainConfig:
     log_every: int = 10
     # Seed of the initial parameters and of dropout.
     seed: int = 0
+    # Compute the same bits in each run on the same devices, software and settings. Steps on GPUs are slower. CPUs and
+    # TPUs always do. See docs/reliability.md.
+    deterministic: bool = False
     # Tokens of a device whose logits are in memory at the same time. Small chunks write the gradient of the head often.
     loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.

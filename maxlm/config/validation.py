@@ -41,7 +41,7 @@ CHOICES = {
     'model.matmul_precision': ('default', 'fp8'),
     'model.weight_quantization': ('float', *QUANTIZATION_GROUPS),
     'model.remat_policy': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
-    'model.attention': ('auto', 'xla', 'cudnn', 'splash'),
+    'model.attention': ('auto', 'xla', 'cudnn', 'cudnn_mask', 'splash'),
     'optimizer.name': ('adamw', 'muon'),
     'optimizer.moment_dtype': ('float32', 'bfloat16', 'int8'),
     'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),

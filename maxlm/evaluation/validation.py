@@ -11,6 +11,7 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.dataset import TrainingData
+from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.metrics import perplexity
 from maxlm.training.losses.router import ROUTER_PARTS
@@ -55,7 +56,12 @@ class Validation:
         rows = layout.local_rows(self._global_batch)
         self._batches = corpus.validation_batches(self._global_batch, config.eval.num_batches, rows)
         # Replicated, because every process reads the sums.
-        self._step = jax.jit(make_eval_step(config, layout, len(corpus.names)), out_shardings=layout.named())
+        self._step = jax.jit(
+            make_eval_step(config, layout, len(corpus.names)),
+            out_shardings=layout.named(),
+            # The validation loss may end the run.
+            compiler_options=deterministic_options(config, layout.platform),
+        )
 
     def __len__(self) -> int:
         """Returns the number of batches."""

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from maxlm.config.schema import Config
 from maxlm.data.loader.windows import Batch
 from maxlm.inference.rollout_generator import Responses
+from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.rewards.scorer import Scores
 from maxlm.training.losses.grpo import advantages, token_weights
@@ -82,7 +83,8 @@ def make_proximal(config: Config, layout: Layout) -> Callable[[Params, Batch], n
     def run(params: Params, batch_BT: dict[str, jax.Array]) -> jax.Array:
         return log_probs(working_params(config, layout, params), None, batch_BT, None).log_probs_BT
 
-    program = jax.jit(run, out_shardings=layout.named())
+    options = deterministic_options(config, layout.platform)
+    program = jax.jit(run, out_shardings=layout.named(), compiler_options=options)
 
     def proximal(params: Params, batch: Batch) -> np.ndarray:
         local = layout.local_rows(rows)

@@ -28,6 +28,7 @@ from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches
+from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
@@ -148,7 +149,12 @@ class Sampler:
         of_model = dataclasses.replace(layout, zero=1) if gather_once else layout
         self._graph, _ = nnx.split(abstract_model(config, of_model))
         # Replicated, because every process reads the result.
-        self._program = jax.jit(self._draw, static_argnames='group', out_shardings=layout.named())
+        self._program = jax.jit(
+            self._draw,
+            static_argnames='group',
+            out_shardings=layout.named(),
+            compiler_options=deterministic_options(config, layout.platform),
+        )
 
     def __call__(
         self,

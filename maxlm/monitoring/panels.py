@@ -58,6 +58,7 @@ STALE_SECONDS = 120.0
 EVENT_STYLES = {
     'failed': 'red',
     'diverged': 'red',
+    'device': 'red',
     'rollback': 'red',
     'finished': 'cyan',
     'preempted': 'yellow',

@@ -18,6 +18,7 @@ from maxlm.planning.compiled.compile import AHEAD_OPTIONS, CompiledStep, compile
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
+from maxlm.planning.estimate.flops import CUDNN_KERNELS, attention_workspace
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.parameters import model_parameters
@@ -28,7 +29,7 @@ from maxlm.planning.targets import Target, compiling_for, target_layout
 from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
-FUSED_ATTENTION = ('cudnn', 'splash')
+FUSED_ATTENTION = (*CUDNN_KERNELS, 'splash')
 # Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files
 # of TensorBoard. Measured with a model of 135M parameters and Python 3.11.
 PROCESS_BYTES = 900 * 2**20
@@ -151,8 +152,12 @@ def compile_ahead(config: Config, machine: Machine) -> Forecast:
         # Mock GPUs have no host memory space, so the compiled program would differ from the real one.
         return estimate(config, machine)
     layout = target_layout(machine.target, config.mesh)
+    chip = machine.target.chip
     with compiling_for(machine.target):
-        return compile_for(config, machine, layout, options=AHEAD_OPTIONS.get(machine.target.chip.platform))
+        forecast = compile_for(config, machine, layout, options=AHEAD_OPTIONS.get(chip.platform))
+    # XLA asks cuDNN for the size of its workspace, which needs a GPU.
+    memory, workspace = forecast.memory, attention_workspace(config, chip.capability)
+    return forecast._replace(memory=memory._replace(temporary=memory.temporary + workspace))
 
 
 def compile_for(

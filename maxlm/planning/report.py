@@ -154,7 +154,8 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
         (
             'run',
-            f'{parameters_text(model)}, mesh {mesh}; {batch}, model.remat_policy={model.remat_policy}',
+            f'{parameters_text(model)}, mesh {mesh}; {batch}, model.remat_policy={model.remat_policy}'
+            f'{", train.deterministic=true" if train.deterministic else ""}',
         ),
     ]
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, os_message
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, os_message
 from maxlm.runtime.rendezvous import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from maxlm.supervision.membership import (
     DONE,
@@ -23,6 +23,7 @@ from maxlm.supervision.membership import (
     LOST_TICKS,
     NO_GENERATION,
     PAUSED,
+    QUARANTINED,
     READY,
     RUNNING,
     Generation,
@@ -76,13 +77,25 @@ class ElasticSupervisor(Supervisor):
 
     def _supervise(self) -> int:
         self._registry.open()
+        if file := self._registry.quarantine_file(self._host.name):
+            report(f'this host is quarantined, because it computed wrong results; delete {file} after its repair')
+            return EXIT_DEVICE
         code = EXIT_FAILED
         try:
             self._set_state(READY)
             code = self._run_generations()
         finally:
-            self._set_state(DONE if code == EXIT_DONE else LEFT)
+            if code == EXIT_DEVICE:
+                self._quarantine()
+            self._set_state({EXIT_DONE: DONE, EXIT_DEVICE: QUARANTINED}.get(code, LEFT))
         return code
+
+    def _quarantine(self) -> None:
+        reason = f'A device of {self._host.name} computed wrong results in generation {self._generation.number}.'
+        try:
+            self._registry.quarantine(self._host.name, reason)
+        except OSError as error:
+            report(f'{self._policy.workdir} is unavailable, so this host is not quarantined: {os_message(error)}')
 
     def _run_generations(self) -> int:
         next_tick = 0.0
@@ -139,7 +152,11 @@ class ElasticSupervisor(Supervisor):
     def _start_generation(self, generation: Generation) -> None:
         rank, count = generation.hosts.index(self._host.token), len(generation.hosts)
         names = ', '.join(map(self._hosts.name, generation.hosts))
-        report(f'generation {generation.number}: rank {rank} of {count} hosts ({names}), {generation.coordinator}')
+        losses = [self._hosts.loss(token) for token in self._generation.hosts if token not in generation.hosts]
+        changes = ''.join(f'; {loss}' for loss in losses if loss)
+        report(
+            f'generation {generation.number}: rank {rank} of {count} hosts ({names}), {generation.coordinator}{changes}'
+        )
         self._has_lost = not set(self._generation.hosts) <= set(generation.hosts)
         self._generation = generation
         self._is_stopping = False

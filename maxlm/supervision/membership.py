@@ -17,6 +17,9 @@ START_TICKS = 10 * LOST_TICKS
 
 # States of a host. Only a ready host can be a member of the next generation.
 READY, RUNNING, PAUSED, LEFT, DONE = 'ready', 'running', 'paused', 'left', 'done'
+# A device of the host computes wrong results. The host does not join the run again; see `Registry.quarantine`.
+QUARANTINED = 'quarantined'
+GONE = (LEFT, DONE, QUARANTINED)
 
 
 class HostState(NamedTuple):
@@ -26,7 +29,8 @@ class HostState(NamedTuple):
         token: unique to this start of the supervisor. A supervisor that restarts is another host.
         name: host name, for messages and the order of new hosts.
         address: HOST:PORT that other hosts can reach, used if the host has rank 0 in the next generation.
-        state: READY (waits for a generation), RUNNING, PAUSED (after a failure), LEFT or DONE (the run is complete).
+        state: READY (waits for a generation), RUNNING, PAUSED (after a failure), LEFT, QUARANTINED or DONE (the
+            run is complete).
         beat: changes with every heartbeat.
     """
 
@@ -87,15 +91,15 @@ class Hosts:
         return {
             token: self._known[token]
             for token in self._seen
-            if self._silent[token] <= LOST_TICKS and self._known[token].state not in (LEFT, DONE)
+            if self._silent[token] <= LOST_TICKS and self._known[token].state not in GONE
         }
 
     def loss(self, token: str) -> str:
         """Returns a message if a host has left or is lost, and '' if it is alive or that is not known yet."""
         host = self._known.get(token)
         name = host.name if host else token
-        if host and host.state in (LEFT, DONE):
-            return f'{name} left'
+        if host and host.state in GONE:
+            return f'{name} is quarantined' if host.state == QUARANTINED else f'{name} left'
         silent = self._silent.get(token, self._ticks)
         return f'{name} sent no heartbeat' if silent > LOST_TICKS else ''
 

@@ -1,7 +1,8 @@
 """Files with which the supervisors of an elastic run find each other: WORKDIR/elastic.
 
 Each supervisor rewrites its own file with every heartbeat. A generation is a numbered file that is created once by
-`link`, which fails if the file exists. Thus all hosts agree on each generation, also if several propose it.
+`link`, which fails if the file exists. Thus all hosts agree on each generation, also if several propose it. A file
+`quarantined-HOST` names a host that computes wrong results. Delete the file after the repair of the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from maxlm.supervision.membership import NO_GENERATION, Generation, HostState
 FOLDER = 'elastic'
 # Number of old generations whose files are kept.
 KEPT_GENERATIONS = 20
+
+_QUARANTINED = 'quarantined-'
 
 _Record = TypeVar('_Record', HostState, Generation)
 
@@ -80,9 +83,28 @@ class Registry:
             self._path(generation.number - KEPT_GENERATIONS).unlink()
         return True
 
+    def quarantine(self, name: str, reason: str) -> None:
+        """Excludes a host from this run until somebody deletes the file."""
+        replace_file(self._folder / _quarantine_name(name), f'{reason}\n')
+
+    def quarantine_file(self, name: str) -> Path | None:
+        """Returns the file that excludes a host, or None if the host may join."""
+        path = self._folder / _quarantine_name(name)
+        return path if path.exists() else None
+
     def _path(self, number: int) -> Path:
         # Sorted by name, generations are in order.
         return self._folder / f'generation-{number:09}.json'
+
+
+def quarantined_hosts(workdir: Path) -> list[str]:
+    """Returns the names of the hosts that are excluded from a run."""
+    return sorted(path.name.removeprefix(_QUARANTINED) for path in (workdir / FOLDER).glob(f'{_QUARANTINED}*'))
+
+
+def _quarantine_name(host: str) -> str:
+    # A host name may not contain a slash, but the name of a container may be anything.
+    return _QUARANTINED + host.replace('/', '-')
 
 
 def _read(path: Path, kind: type[_Record]) -> _Record | None:

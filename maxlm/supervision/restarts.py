@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxlm.config.config_files import default_workdir
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 LONGEST_PAUSE_SECONDS = 300.0
@@ -49,6 +49,9 @@ def next_action(policy: Policy, history: RestartHistory, code: int, newest: int)
         return Decision(EXIT_DONE, 0, ''), history
     if code == EXIT_BAD_INPUT:
         return Decision(EXIT_BAD_INPUT, 0, f'bad input (exit code {EXIT_BAD_INPUT}): not restarted'), history
+    if code == EXIT_DEVICE:
+        text = f'a device of this host computes wrong results (exit code {code}): not restarted; use another host'
+        return Decision(EXIT_DEVICE, 0, text), history
     if newest > history.newest:
         history = RestartHistory(newest, 0, policy.backoff)
     else:

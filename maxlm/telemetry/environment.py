@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,11 @@ _PACKAGES = {
     'grain': 'grain',
     'maxlm': 'maxlm',
     'libtpu': 'libtpu',
+}
+# Facts of the event `started` on which the bits of a step depend.
+_RESULT_FACTS = {
+    'versions': ('jax', 'jaxlib', 'flax', 'optax', 'maxlm', 'libtpu', 'cuda_driver'),
+    'devices': ('kind', 'count'),
 }
 NVIDIA_DRIVER = Path('/proc/driver/nvidia/version')
 # Timeout for git, because a checkout on an unresponsive disk must not delay a run.
@@ -73,6 +78,24 @@ def devices() -> dict[str, Any]:
         'processes': jax.process_count(),
         'platform': device.platform,
     }
+
+
+def result_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the versions and devices that differ between two events `started` and can change the bits of a step.
+
+    Values that one of the events lacks are ignored.
+
+    Examples:
+        >>> result_changes({'versions': {'jaxlib': '0.10.2'}}, {'versions': {'jaxlib': '0.12.0'}})
+        ['jaxlib 0.10.2 → 0.12.0']
+    """
+    changes = []
+    for group, names in _RESULT_FACTS.items():
+        old, new = (each.get(group) for each in (before, now))
+        if isinstance(old, dict) and isinstance(new, dict):
+            pairs = {name: (old[name], new[name]) for name in names if name in old and name in new}
+            changes += [f'{name} {a} → {b}' for name, (a, b) in pairs.items() if a != b]
+    return changes
 
 
 def _git(directory: Path, *args: str) -> str:

@@ -21,6 +21,7 @@ from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.supervision.registry import FOLDER, quarantined_hosts
 from maxlm.telemetry.goodput import ACTIVITIES, ADDED_LATER, GoodputLog, attempts_of
 from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
@@ -161,6 +162,9 @@ class HistoryReader:
         )
         if history.has_started:
             notes += [f'{name}: missing' for name in (CONFIG, EVENTS) if name not in entries]
+        if FOLDER in entries and not is_url(self._workdir):
+            quarantined = quarantined_hosts(Path(self._workdir))
+            notes += [f'{FOLDER}: {host} is quarantined, because it computed wrong results' for host in quarantined]
         return dataclasses.replace(history, notes=tuple(notes))
 
     def _list(self) -> dict[str, Entry]:

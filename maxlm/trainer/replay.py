@@ -87,7 +87,7 @@ class Replays:
         self._saved_steps = saved_steps
         self._go = jax.device_put(np.bool_(False), layout.named())
         # Some kernels of GPUs add in a varying order.
-        self._is_deterministic = layout.platform != 'gpu' or getattr(config.train, 'deterministic', False)
+        self._is_deterministic = layout.platform != 'gpu' or config.train.deterministic
         self._start = 0
         # The last step, unless it was replayed.
         self._last: Execution | None = None

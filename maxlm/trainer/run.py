@@ -17,6 +17,7 @@ from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.log import logger
 from maxlm.model.experts.kernel_check import check_expert_kernels
+from maxlm.parallel.determinism import exclude_switch_sums
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.machine import sample_config
 from maxlm.reporting.page import write_at_end
@@ -82,6 +83,7 @@ def run(
         DeviceError: a device computes wrong results.
     """
     config = with_teacher(config)
+    exclude_switch_sums(config)
     with contextlib.ExitStack() as stack:
         cache = enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)

@@ -27,7 +27,7 @@ from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.replay import Replays
 from maxlm.trainer.run_context import RunContext
 from maxlm.trainer.step_runner import DataWait, StepRunner
-from maxlm.trainer.summary import headline, log_start, start_facts
+from maxlm.trainer.summary import headline, log_start, start_facts, warn_of_changes
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import RunControl, apply_control
 
@@ -72,6 +72,8 @@ def open_services(
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
     facts = start_facts(prepared, source, peak, recorder.price)
+    if config.train.deterministic and jax.process_index() == 0:
+        warn_of_changes(context.workdir, facts)
     recorder.record_event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:
         recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.errors import InputError
 from maxlm.formatting import format_duration
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
@@ -19,7 +22,8 @@ from maxlm.planning.estimate.parameters import count_active_parameters, count_pa
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR
-from maxlm.telemetry.environment import checkout, command, devices, versions
+from maxlm.telemetry.environment import checkout, command, devices, result_changes, versions
+from maxlm.telemetry.events import read_events
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.preflight import PreparedStep
@@ -67,6 +71,24 @@ def start_facts(ready: PreparedStep, source: BatchSource, peak: Peak, price: Pri
     }
 
 
+def warn_of_changes(workdir: Path, facts: Mapping[str, Any]) -> None:
+    """Logs a warning if other versions or devices computed the earlier steps of a deterministic run.
+
+    Args:
+        workdir: directory of the run. An unreadable event log is ignored.
+        facts: result of `start_facts`.
+    """
+    try:
+        starts = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
+    except (InputError, OSError):
+        return
+    if starts and (changes := result_changes(starts[-1], facts)):
+        logger.warning(
+            f'train.deterministic: {", ".join(changes)} since the last start, so the next losses are not bit for bit '
+            'those of a run without interruption; start with the earlier versions and devices if they must be'
+        )
+
+
 def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | None) -> None:
     """Logs the model, devices, batch, plan and price before the first step.
 
@@ -77,6 +99,7 @@ def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | 
         f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in {config.accumulation} '
         'micro-batch(es) '
         f'of {config.train.per_device_batch_size} per device; attention kernel {config.model.attention}'
+        f'{"; train.deterministic=true" if config.train.deterministic else ""}'
     )
     for line in startup_text(forecast):
         logger.info(line)

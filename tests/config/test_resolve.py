@@ -7,7 +7,7 @@ from maxlm.config.resolve import resolve, resolve_on
 from maxlm.errors import InputError
 
 
-def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **overrides):
+def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, capability=None, **overrides):
     values = default()
     settings = {
         'model__num_layers': 2,
@@ -21,7 +21,14 @@ def resolved(num_devices=8, platform='cpu', vocab_size=1000, windows=4096, **ove
     for key, value in settings.items():
         section, name = key.split('__')
         values[section][name] = value
-    return resolve(build(values), num_devices=num_devices, platform=platform, vocab_size=vocab_size, windows=windows)
+    return resolve(
+        build(values),
+        num_devices=num_devices,
+        platform=platform,
+        vocab_size=vocab_size,
+        windows=windows,
+        capability=capability,
+    )
 
 
 def test_accumulation_of_the_1b_run_on_8_devices_and_on_1():
@@ -62,6 +69,17 @@ def test_vocabulary_and_widths():
     ('settings', 'kernel'),
     [
         ({'platform': 'gpu'}, 'cudnn'),
+        # cuDNN's backward pass is deterministic on Hopper and Blackwell.
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (9, 0)}, 'cudnn_mask'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (10, 3)}, 'cudnn_mask'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (8, 0)}, 'xla'),
+        ({'platform': 'gpu', 'train__deterministic': True, 'capability': (12, 0)}, 'xla'),
+        ({'platform': 'gpu', 'train__deterministic': True}, 'xla'),
+        (
+            {'platform': 'gpu', 'train__deterministic': True, 'capability': (9, 0), 'model__attention': 'cudnn'},
+            'cudnn',
+        ),
+        ({'platform': 'tpu', 'train__deterministic': True}, 'splash'),
         ({'platform': 'tpu'}, 'splash'),
         ({'platform': 'tpu', 'model__dtype': 'float32', 'model__head_dim': 20}, 'splash'),
         ({'platform': 'tpu', 'model__attention': 'splash'}, 'splash'),
@@ -96,6 +114,16 @@ def test_attention_kernel(settings, kernel):
         (
             {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_sinks': True},
             ['model.attention_sinks=False'],
+        ),
+        ({'model__attention': 'cudnn_mask'}, ['model.attention=cudnn_mask', 'cpu', 'auto']),
+        (
+            {
+                'model__attention': 'cudnn',
+                'platform': 'gpu',
+                'train__deterministic': True,
+                'capability': (8, 0),
+            },
+            ['model.attention=cudnn', 'train.deterministic=true', '9.x', '8.0', 'auto'],
         ),
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
         (

@@ -177,6 +177,10 @@ def test_logs(programs, tmp_path):
         ({'signal': signal.SIGKILL}, {'on_term': 0}, 137),
         # Only a later process detects bad input.
         ({'code': 75}, {'on_term': 2}, 2),
+        # A device of the node computes wrong results, which another process may notice first.
+        ({'code': 74}, {'on_term': 75}, 74),
+        ({'code': 75}, {'on_term': 74}, 74),
+        ({'code': 2}, {'on_term': 74}, 2),
     ],
 )
 def test_other_processes_end_after_a_process_dies(programs, tmp_path, dying, others, code):

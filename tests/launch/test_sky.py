@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from maxlm.errors import EXIT_PREEMPTED
+from maxlm.errors import EXIT_DEVICE, EXIT_PREEMPTED
 from tests.conftest import ROOT
 from tests.launch.test_shell import shellcheck
 
@@ -48,10 +48,10 @@ def test_schema():
         validate(misspelled)
 
 
-def test_only_preempted_jobs_are_recovered():
+def test_jobs_are_recovered_on_other_machines_only_if_that_helps():
     recovery = task()['resources']['job_recovery']
     # All other codes, such as bad input, end the job.
-    assert (recovery['recover_on_exit_codes'], recovery['max_restarts_on_errors']) == ([EXIT_PREEMPTED], 0)
+    assert (recovery['recover_on_exit_codes'], recovery['max_restarts_on_errors']) == ([EXIT_DEVICE, EXIT_PREEMPTED], 0)
     # SkyPilot refuses the task until these are set.
     assert [name for name, value in task()['envs'].items() if value is None] == ['CONFIG', 'WORKDIR']
 

@@ -1,14 +1,30 @@
 """Tests launch/slurm/train.sbatch: its options, and the conditions for a requeue."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 
+from maxlm.errors import EXIT_DEVICE, EXIT_PREEMPTED
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.multiprocess
 
 SCRIPT = ROOT / 'launch/slurm/train.sbatch'
+# Saves for half a second after SIGTERM.
+WAITING = """
+import signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    print('saved', flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+print('ready', flush=True)
+time.sleep(60)
+"""
 TRAIN = ('--config=configs/1b.py', '--workdir=run')
 
 
@@ -45,7 +61,8 @@ def test_finished_job(programs, folder):
     done = job(programs, folder, {'code': 0})
     assert done.returncode == 0
     assert programs.lines() == [
-        'srun --kill-on-bad-exit=0 --wait=120 python -m maxlm.train --config=configs/1b.py --workdir=run'
+        'srun --kill-on-bad-exit=0 --wait=120 bash launch/slurm/task.sh maxlm-41.faulty '
+        'python -m maxlm.train --config=configs/1b.py --workdir=run'
     ]
 
 
@@ -60,7 +77,7 @@ def test_container(programs, folder):
     # The node of the script has no environment, so the newest step is read in the container too.
     job(programs, folder, {'code': 75}, {'code': 0, 'stdout': '7\n'})
     train, read = programs.calls('srun')
-    words = ['python', '-m', 'maxlm.train', *TRAIN]
+    words = ['bash', 'launch/slurm/task.sh', 'maxlm-41.faulty', 'python', '-m', 'maxlm.train', *TRAIN]
     assert train['arguments'] == ['--kill-on-bad-exit=0', '--wait=120', *options, *words]
     assert read['arguments'][:-3] == ['--nodes=1', '--ntasks=1', *options, 'python']
     assert read['arguments'][-1] == 'run'
@@ -80,6 +97,40 @@ def test_bad_input_is_not_requeued(programs, folder):
     done = job(programs, folder, {'code': 2})
     assert done.returncode == 2
     assert programs.lines('scontrol') == []
+
+
+@pytest.mark.parametrize('code', [EXIT_DEVICE, EXIT_PREEMPTED])
+def test_a_node_with_a_faulty_device_is_named(programs, folder, code):
+    # Runs the process of one of two nodes. Like the real srun, it returns the largest exit code.
+    srun = folder.parent / 'bin/srun'
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\nwhile [ "$1" != bash ]; do shift; done\nSLURMD_NODENAME=node7 "$@"\nexit 75\n')
+    srun.chmod(0o755)
+    programs.environment['PATH'] = f'{srun.parent}:{programs.environment["PATH"]}'
+    (folder / 'maxlm-41.faulty').write_text('node of an earlier start\n')
+    programs.plan(attempts=[{'code': code}])
+    copy = folder.parent / 'slurm_script'
+    copy.write_text(SCRIPT.read_text())
+    done = programs.run('bash', copy, *TRAIN, cwd='/', SLURM_SUBMIT_DIR=str(folder), SLURM_JOB_ID='41')
+    if code == EXIT_DEVICE:
+        assert (done.returncode, programs.lines('scontrol')) == (EXIT_DEVICE, [])
+        assert (
+            'error: wrong results of a device of node7 (exit code 74): submit the job again with --exclude=node7'
+            in done.stderr
+        )
+    else:
+        # Negative control.
+        assert (done.returncode, programs.lines('scontrol')) == (0, ['scontrol requeue 41'])
+
+
+def test_a_signal_to_all_processes_of_a_task_does_not_end_the_shell(tmp_path):
+    words = ['bash', SCRIPT.parent / 'task.sh', tmp_path / 'faulty', sys.executable, '-c', WAITING]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, process_group=0)
+    assert process.stdout.readline() == b'ready\n'
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == b'saved\n'
+    assert process.returncode == EXIT_PREEMPTED
+    assert not (tmp_path / 'faulty').exists()
 
 
 def test_gives_up_without_progress(programs, folder):

@@ -175,7 +175,7 @@ def test_delete_twice(programs, tree):
 CREATE, DELETE = ('tpu-vm', 'create'), ('tpu-vm', 'delete')
 
 
-@pytest.mark.parametrize('codes', [(0, 0), (0, 2)])
+@pytest.mark.parametrize('codes', [(0, 0), (0, 2), (0, 74)])
 def test_up_until_training_ends(programs, tree, codes):
     programs.plan(attempts=[{'code': code} for code in codes])
     done = tpu(programs, tree, 'up', *TYPE, *TRAIN)

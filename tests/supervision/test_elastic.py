@@ -4,13 +4,16 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED
+from maxlm.supervision.membership import QUARANTINED
+from maxlm.supervision.registry import Registry, quarantined_hosts
 from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.faults import measured
@@ -190,6 +193,32 @@ def test_a_host_that_fails_repeatedly_is_left_out(start, tmp_path):
     assert [host.process.poll() for host in remaining] == [None, None]
     (tmp_path / 'end').unlink()
     wait_for_size(remaining, 2)
+
+
+def test_a_host_with_a_faulty_device_is_quarantined(start, tmp_path):
+    hosts = [start(number) for number in range(3)]
+    wait_for_size(hosts, 3)
+    faulty = rank_0(hosts)
+    (tmp_path / 'once').write_text(str(EXIT_DEVICE))
+    # Its supervisor does not restart it, and the others continue without it.
+    assert faulty.process.wait(30) == EXIT_DEVICE
+    hosts.remove(faulty)
+    name = socket.gethostname()
+    (state,) = [host for host in Registry(tmp_path / 'run').hosts() if host.state == QUARANTINED]
+    assert state.name == name
+    wait_for_size(hosts, 2, since=1)
+    for host in hosts:
+        assert f'{name} is quarantined\n' in host.read()
+    assert quarantined_hosts(tmp_path / 'run') == [name]
+    # It cannot come back by itself.
+    again = start(3)
+    assert again.process.wait(20) == EXIT_DEVICE
+    assert 'this host is quarantined' in again.read()
+    assert [host.generation[2] for host in hosts] == [2, 2]
+    # Negative control: it rejoins after somebody has deleted the file.
+    (tmp_path / 'run/elastic' / f'quarantined-{name}').unlink()
+    hosts.append(start(4))
+    wait_for_size(hosts, 3)
 
 
 def test_bad_input_after_a_loss_is_tried_again(start, tmp_path):

@@ -8,6 +8,7 @@ from maxlm.supervision.membership import (
     LOST_TICKS,
     NO_GENERATION,
     PAUSED,
+    QUARANTINED,
     READY,
     RUNNING,
     START_TICKS,
@@ -75,6 +76,7 @@ def test_a_host_of_an_earlier_start_is_never_alive():
         # After a loss of rank 0, the others keep their order and do not wait.
         ('b', {'a': LEFT, 'b': READY, 'c': READY}, FIRST, COUNTS, 0, ('b', 'c')),
         ('c', {'a': LEFT, 'b': READY, 'c': READY}, FIRST, COUNTS, 0, None),
+        ('b', {'a': QUARANTINED, 'b': READY, 'c': READY}, FIRST, COUNTS, 0, ('b', 'c')),
         ('c', {'a': LEFT, 'b': READY, 'c': READY}, Generation(2, ('c', 'b'), ''), COUNTS, 0, ('c', 'b')),
         # Negative control: a fixed number of hosts waits forever.
         ('b', {'a': LEFT, 'b': READY, 'c': READY}, FIRST, (3,), START_TICKS, None),
@@ -110,6 +112,7 @@ def test_a_member_counts_as_lost_only_after_the_timeout():
     [
         ({'a': RUNNING, 'b': RUNNING, 'c': RUNNING}, FIRST, COUNTS, 99, ''),
         ({'a': RUNNING, 'b': RUNNING, 'c': LEFT}, FIRST, COUNTS, 0, 'host-c left'),
+        ({'a': RUNNING, 'b': RUNNING, 'c': QUARANTINED}, FIRST, COUNTS, 0, 'host-c is quarantined'),
         ({'a': RUNNING, 'b': READY, 'c': RUNNING}, FIRST, COUNTS, 0, ''),
         # The commands of the other hosts also end soon.
         ({'a': RUNNING, 'b': RUNNING, 'c': DONE}, FIRST, COUNTS, 0, ''),

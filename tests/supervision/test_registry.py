@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.supervision.membership import NO_GENERATION, READY, Generation, HostState
-from maxlm.supervision.registry import FOLDER, KEPT_GENERATIONS, Registry
+from maxlm.supervision.registry import FOLDER, KEPT_GENERATIONS, Registry, quarantined_hosts
 
 
 @pytest.fixture
@@ -45,6 +45,22 @@ def test_old_generations_are_deleted(registry, tmp_path):
         assert registry.propose(Generation(number, ('a',), 'a:1'))
     assert len(os.listdir(tmp_path / FOLDER)) == KEPT_GENERATIONS
     assert registry.newest().number == KEPT_GENERATIONS + 3
+
+
+def test_quarantine_ends_when_the_file_is_deleted(registry, tmp_path):
+    assert quarantined_hosts(tmp_path) == []
+    registry.quarantine('node-1', 'wrong values')
+    # The name of a container may not be a file name.
+    registry.quarantine('a/b', 'wrong values')
+    assert quarantined_hosts(tmp_path) == ['a-b', 'node-1']
+    assert registry.quarantine_file('node-2') is None
+    assert registry.quarantine_file('a/b')
+    path = registry.quarantine_file('node-1')
+    assert path.read_text() == 'wrong values\n'
+    path.unlink()
+    assert registry.quarantine_file('node-1') is None
+    # These files are neither hosts nor generations.
+    assert (registry.hosts(), registry.newest()) == ([], NO_GENERATION)
 
 
 def test_a_disk_without_hard_links_is_refused(tmp_path, monkeypatch):

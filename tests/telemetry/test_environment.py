@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxlm.telemetry import environment
-from maxlm.telemetry.environment import checkout, command, devices, versions
+from maxlm.telemetry.environment import checkout, command, devices, result_changes, versions
 
 
 def test_versions_match_this_process(tmp_path):
@@ -57,3 +57,12 @@ def test_checkout_reports_commit_and_dirty_state(tmp_path, monkeypatch):
 
 def test_devices_of_all_processes():
     assert devices() == {'kind': 'cpu', 'count': jax.device_count(), 'processes': 1, 'platform': 'cpu'}
+
+
+def test_changes_of_versions_and_devices_are_found():
+    before = {'versions': {'jaxlib': '0.10.2', 'python': '3.11.0', 'libtpu': '1'}, 'devices': {'kind': 'H100'}}
+    now = {'versions': {'jaxlib': '0.12.0', 'python': '3.12.0'}, 'devices': {'kind': 'H200', 'count': 8}}
+    # The version of Python does not change a step, and libtpu and the count are known only once.
+    assert result_changes(before, now) == ['jaxlib 0.10.2 → 0.12.0', 'kind H100 → H200']
+    assert result_changes(before, before) == []
+    assert result_changes({'versions': None, 'devices': 'H100'}, now) == []

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 
 from maxlm.errors import InputError
+from maxlm.supervision.registry import Registry
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.run_history import HistoryReader, read_history
 from maxlm.telemetry.run_status import run_status
@@ -55,6 +56,15 @@ def test_history_of_several_processes(tmp_path):
     assert history.devices[1][0]['host'] == 'host1'
     assert len(history.devices[1][0]['devices']) == 4
     assert history.goodput_logs[1].totals['data_wait'] > history.goodput_logs[0].totals['data_wait']
+
+
+def test_quarantined_hosts_are_reported(tmp_path):
+    workdir = workdirs.two_hosts(tmp_path / 'run')
+    registry = Registry(workdir)
+    registry.open()
+    assert read_history(workdir).notes == ()
+    registry.quarantine('host1', 'wrong values')
+    assert read_history(workdir).notes == ('elastic: host1 is quarantined, because it computed wrong results',)
 
 
 def test_torn_lines_are_reported(tmp_path):

@@ -207,7 +207,8 @@ class ModelConfig:
     # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
     # itself. Every command that reads the model imports it.
     block: str = ''
-    # Attention kernel: auto | xla | cudnn (GPU) | splash (TPU). auto = cudnn or splash if supported, otherwise xla.
+    # Attention kernel: auto | xla | cudnn (GPU) | cudnn_mask (GPU; documents as a mask instead of a list) | splash
+    # (TPU). auto = cudnn (cudnn_mask with train.deterministic) or splash if supported, otherwise xla.
     attention: str = 'auto'
 
     @property

@@ -10,6 +10,9 @@ from maxlm.data.documents.read_options import MAX_WINDOW_BYTES
 
 # Number of compressed bytes per call. A Zstandard block can expand by a factor of 32768, here to 64 MiB.
 INPUT_BYTES = 2**11
+# Files may decode to this many times their size, or to this many bytes if that is more. Gzip cannot exceed a factor of
+# 1032.
+MAX_EXPANSION, MIN_LIMIT_BYTES = 2000, 2**28
 COMPRESSED_SUFFIXES = ('.gz', '.zst')
 
 
@@ -23,7 +26,8 @@ def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDO
 
     Without a compression suffix, the result is `file` itself. Reading the stream raises EOFError if the file is
     truncated. It raises OSError or zlib.error if the file is otherwise damaged. It also raises OSError if the
-    Zstandard window, which the decompressor keeps in memory, is larger than `max_window_bytes`.
+    Zstandard window, which the decompressor keeps in memory, is larger than `max_window_bytes`, or if the content is
+    much larger than the file, such as billions of empty lines.
     """
     if name.lower().endswith('.gz'):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))
@@ -46,6 +50,8 @@ class _ZstandardStream(io.RawIOBase):
         self._frame: Any = None
         self._input = b''
         self._output = memoryview(b'')
+        # Bytes that may still be decoded.
+        self._left = MIN_LIMIT_BYTES
 
     def readable(self) -> bool:
         return True
@@ -54,6 +60,7 @@ class _ZstandardStream(io.RawIOBase):
         while not self._output:
             if not self._input:
                 self._input = self._file.read(INPUT_BYTES)
+                self._left += MAX_EXPANSION * len(self._input)
             if not self._input:
                 if self._frame is not None:
                     raise EOFError('the compressed file ends in the middle of a frame')
@@ -74,6 +81,9 @@ class _ZstandardStream(io.RawIOBase):
                 limit = f'{self._max_window_bytes / 2**20:g} MiB'
                 raise OSError(f'the Zstandard window is larger than {limit}; raise --max-record-mib') from error
             raise OSError(str(error)) from error
+        self._left -= len(self._output)
+        if self._left < 0:
+            raise OSError(f'the content has more than {MAX_EXPANSION:,} times the size of the file')
         self._input = b''
         if self._frame.eof:
             self._input, self._frame = self._frame.unused_data, None

@@ -11,6 +11,7 @@ from maxlm.data.documents.document import Document, OnBad
 from maxlm.data.documents.field_names import field_value, nested_names
 from maxlm.data.documents.parse_record import columns_format
 from maxlm.data.documents.read_options import ReadOptions
+from maxlm.data.formats.compression import MAX_EXPANSION, MIN_LIMIT_BYTES
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.parquet_pages import MAX_PAGE_BYTES, check_footer, column_chunks, largest_pages
 from maxlm.data.formats.rows import column_fault, record_fields, row_document
@@ -22,9 +23,6 @@ from maxlm.storage.filesystem import display_path
 BATCH_ROWS = 128
 # Memory limit of these rows. A dictionary page of D bytes can give each row a text of almost D bytes.
 BATCH_BYTES = 2**28
-# Maximum size of the decoded rows of a file, relative to the size of the file. A dictionary and the run length of its
-# indices can describe terabytes of text in a kilobyte. Smaller results are always allowed.
-MAX_EXPANSION, MIN_LIMIT_BYTES = 2000, 2**28
 # Decoded size of a row without text.
 ROW_BYTES = 256
 # Read buffer size. Without a buffer, PyArrow first reads the entire row group.
@@ -103,7 +101,10 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
 
 
 class _SizeLimit:
-    """Limit of the decoded size of a file."""
+    """Limit of the decoded size of a file.
+
+    A dictionary and the run length of its indices can describe terabytes of text in a kilobyte.
+    """
 
     def __init__(self, file: InputFile):
         self._left = self._limit = max(MIN_LIMIT_BYTES, MAX_EXPANSION * file.size)

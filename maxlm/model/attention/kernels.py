@@ -53,7 +53,12 @@ def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> 
     """
     if partitioning.num_shards('length') > 1:
         return ring
-    kernels: dict[str, AttentionKernel] = {'xla': chunked, 'splash': splash, 'cudnn': cudnn}
+    kernels: dict[str, AttentionKernel] = {
+        'xla': chunked,
+        'splash': splash,
+        'cudnn': cudnn,
+        'cudnn_mask': cudnn_mask,
+    }
     return kernels[config.attention]
 
 
@@ -94,11 +99,19 @@ def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> 
 
 def cudnn(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes cuDNN's flash attention, with a list of documents if the GPU supports it, otherwise with a mask."""
-    q_BTNH, k_BSKH, v_BSKH, mask_BTS, segments_BT, softcap, sinks_N = inputs
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
+    if segments_BT is None or not supports_documents(q_BTNH, partitioning):
+        return cudnn_mask(inputs, window, partitioning)
     assert not softcap, 'cuDNN does not support a soft cap of the scores'
     assert sinks_N is None, 'cuDNN does not support sinks'
-    if segments_BT is not None and supports_documents(q_BTNH, partitioning):
-        return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, partitioning=partitioning)
+    return attend_documents(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, partitioning=partitioning)
+
+
+def cudnn_mask(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
+    """Computes cuDNN's flash attention, with documents as a mask."""
+    q_BTNH, k_BSKH, v_BSKH, mask_BTS, _, softcap, sinks_N = inputs
+    assert not softcap, 'cuDNN does not support a soft cap of the scores'
+    assert sinks_N is None, 'cuDNN does not support sinks'
     mask_BNTS = None
     if mask_BTS is not None:
         # JAX's batching rule of this kernel, which a pipeline needs, requires a mask for every head.

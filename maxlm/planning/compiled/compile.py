@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.config.schema import Config
+from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, PROXIMAL, TEACHER_TYPES
 from maxlm.training.state import TrainState
@@ -114,8 +115,8 @@ def compile_train_step(
 ) -> CompiledStep:
     """Lowers and compiles the step of a resolved config for the layout's devices; see `make_train_step`.
 
-    `options` are XLA options that are added to those of the kind of device. If `holds` is True, the batches of the step
-    contain HOLD, a replicated boolean scalar.
+    `options` are XLA options that are added to those of the kind of device. Those of `deterministic_options` take
+    precedence. If `holds` is True, the batches of the step contain HOLD, a replicated boolean scalar.
     """
     start = time.perf_counter()
     shape = (config.train.global_batch_size, config.data.seq_len)
@@ -137,6 +138,10 @@ def compile_train_step(
         make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())
     )
     compiled = step.lower(abstract, batch).compile(
-        compiler_options={**device_options(layout.mesh.devices.flat[0]), **(options or {})}
+        compiler_options={
+            **device_options(layout.mesh.devices.flat[0]),
+            **(options or {}),
+            **deterministic_options(config, layout.platform),
+        }
     )
     return CompiledStep(compiled, time.perf_counter() - start)

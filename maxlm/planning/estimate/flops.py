@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import query_ranges
+from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
@@ -20,6 +21,8 @@ from maxlm.training.optimizers.trainable import is_trained
 PRODUCTS = ('matrix', 'router', 'head', 'adapter')
 # Values of model.remat_policy that recompute a block from its input.
 RECOMPUTED = ('full', 'offload')
+# Values of model.attention that are kernels of cuDNN.
+CUDNN_KERNELS = ('cudnn', 'cudnn_mask')
 # Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
 DOCUMENTS_CAPABILITY = (9, 0)
 
@@ -101,9 +104,24 @@ def tied_head(model: ModelConfig) -> str:
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
-    kernel_masks_documents = capability is not None and capability >= DOCUMENTS_CAPABILITY and config.mesh.stage == 1
-    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    lists_documents = config.model.attention == 'cudnn' and config.mesh.stage == 1
+    kernel_masks_documents = lists_documents and capability is not None and capability >= DOCUMENTS_CAPABILITY
+    is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
     return is_fused and config.data.document_mask and not kernel_masks_documents
+
+
+def attention_workspace(config: Config, capability: tuple[int, int] | None) -> int:
+    """Returns the bytes per device of the gradients of scores, which cuDNN stores on Hopper in deterministic runs.
+
+    Source: NVIDIA/cudnn-frontend #398. With a list of documents, the rows of the scores are those of the list.
+    """
+    model, window = config.model, config.data.seq_len
+    is_cudnn = model.attention in CUDNN_KERNELS and config.mesh.context == 1
+    if not (config.train.deterministic and is_cudnn and capability is not None and capability[0] == 9):
+        return 0
+    lists = model.attention == 'cudnn' and config.data.document_mask and config.mesh.stage == 1
+    rows = config.train.per_device_batch_size * (documents_per_row(window) if lists else 1)
+    return 2 * rows * (model.num_heads // config.mesh.tensor) * window**2
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
@@ -125,7 +143,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
     if needs_mask(config, capability):
         # Masked scores are computed too.
         return window
-    if config.model.attention == 'cudnn':
+    if config.model.attention in CUDNN_KERNELS:
         return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
     if config.model.attention == 'splash':
         blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)

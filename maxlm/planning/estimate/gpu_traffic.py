@@ -21,7 +21,7 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.flops import DOCUMENTS_CAPABILITY
+from maxlm.planning.estimate.flops import CUDNN_KERNELS, DOCUMENTS_CAPABILITY
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.work import (
     forward_passes,
@@ -146,5 +146,5 @@ def _loss_bytes(config: Config) -> float:
 
 def _unfused_attention_bytes(config: Config) -> float:
     """Returns the bytes per token and block of scores, which only a fused kernel does not write."""
-    is_fused = config.model.attention == 'cudnn' and config.mesh.context == 1
+    is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
     return 0.0 if is_fused else score_bytes(config, None)

@@ -21,7 +21,7 @@ from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
 from maxlm.planning.estimate.experts import is_first, rows_of
-from maxlm.planning.estimate.flops import needs_mask
+from maxlm.planning.estimate.flops import attention_workspace, needs_mask
 from maxlm.planning.estimate.head import head_memory
 from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
@@ -349,6 +349,7 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     work += backward_bytes(config, sizes.kind, ffn, backend.platform)
     if config.mesh.context > 1:
         return int(work)
+    work += attention_workspace(config, capability)
     if needs_mask(config, capability):
         # The mask, and the array from which it is computed.
         work += (sizes.width + 1) * sizes.B * sizes.T**2

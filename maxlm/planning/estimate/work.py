@@ -27,6 +27,7 @@ from maxlm.planning.estimate.experts import (
     whole_parameters,
 )
 from maxlm.planning.estimate.flops import (
+    CUDNN_KERNELS,
     RECOMPUTED,
     attended_positions,
     attention_forwards,
@@ -310,7 +311,7 @@ def score_bytes(config: Config, capability: tuple[int, int] | None, *, is_forwar
     scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
     if model.attention == 'splash':
         return 0.0
-    if mesh.context == 1 and model.attention == 'cudnn':
+    if mesh.context == 1 and model.attention in CUDNN_KERNELS:
         # The mask, which is added to the scores of each head, forward and backward.
         return (1 if is_forward else 2) * width * scores if needs_mask(config, capability) else 0.0
     # Forward: scores are written in float32 and read for maximum and sum; the weights are written and read. Backward:

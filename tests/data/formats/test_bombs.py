@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gzip
 import os
 import subprocess
 import sys
@@ -14,19 +15,19 @@ import pytest
 import zstandard
 
 from maxlm.data.documents.read_options import ReadOptions
-from maxlm.data.formats import parquet
+from maxlm.data.formats import compression, jsonl, parquet, text
 from maxlm.data.formats.discovery import find_inputs
 
 READ = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-from maxlm.data.formats import parquet
+from maxlm.data.formats import compression, parquet
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import split_file
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.file_ranges import read_documents
 assert 'jax' not in sys.modules
-parquet.MIN_LIMIT_BYTES = 2**40
+parquet.MIN_LIMIT_BYTES = compression.MIN_LIMIT_BYTES = 2**40
 bad = []
 for file in find_inputs(sys.argv[2:]):
     for file_range in split_file(file, 2**20):
@@ -67,6 +68,31 @@ def test_compression_bombs_take_bounded_memory(tmp_path):
     assert all(
         'longer than 1 MiB, the limit for a record; raise --max-record-mib' in found[place][1] for place in (1, 3)
     )
+
+
+@pytest.mark.parametrize('line', [b'\n', b'{"text": "fine"}\n', b'a'])
+def test_a_file_of_repeated_lines_is_refused(tmp_path, monkeypatch, line):
+    content = line * (2**22 // len(line))
+    for name in ('a.jsonl.zst', 'b.txt.zst', 'c.jsonl.gz'):
+        is_gzip = name.endswith('gz')
+        (tmp_path / name).write_bytes(gzip.compress(content) if is_gzip else zstandard.compress(content))
+    files = {file.name: file for file in find_inputs([tmp_path])}
+    options, bad = ReadOptions(max_record_bytes=2**24), []
+
+    def read(reader, name):
+        bad.clear()
+        return sum(1 for _ in reader.read(files[name], 0, 2**40, options, lambda *found: bad.append(found)))
+
+    monkeypatch.setattr(compression, 'MIN_LIMIT_BYTES', 2**19)
+    for reader, name in ((jsonl, 'a.jsonl.zst'), (text, 'b.txt.zst')):
+        assert read(reader, name) < 2**21 // len(line)
+        assert 'the content has more than 2,000 times the size of the file' in bad[0][1]
+    # Control: gzip cannot expand as much, and smaller contents may have any factor.
+    read(jsonl, 'c.jsonl.gz')
+    assert not any('times the size' in reason for _, reason in bad)
+    monkeypatch.setattr(compression, 'MIN_LIMIT_BYTES', 2**24)
+    assert read(text, 'b.txt.zst') == 1
+    assert not bad
 
 
 @pytest.mark.parametrize('kind', ['dictionary', 'text', 'null', 'struct'])

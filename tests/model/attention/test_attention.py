@@ -83,7 +83,10 @@ class Sharded(SingleDevice):
         return 2 if axis == 'length' else 1
 
 
-@pytest.mark.parametrize(('attention', 'kernel'), [('xla', 'chunked'), ('cudnn', 'cudnn'), ('splash', 'splash')])
+@pytest.mark.parametrize(
+    ('attention', 'kernel'),
+    [('xla', 'chunked'), ('cudnn', 'cudnn'), ('cudnn_mask', 'cudnn_mask'), ('splash', 'splash')],
+)
 def test_the_kernel_follows_the_config_and_the_mesh(attention, kernel):
     config = dataclasses.replace(small_config().model, attention=attention)
     assert kernels.choose_attention_kernel(config, SINGLE_DEVICE) is getattr(kernels, kernel)

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.planning.estimate.flops import matmul_parameters, step_flops, training_flops
+from maxlm.planning.estimate.flops import attention_workspace, matmul_parameters, step_flops, training_flops
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import LATENT, small_config, small_layout
@@ -127,3 +127,17 @@ def test_only_the_experts_of_a_token_count():
     unfrozen = small_config(**experts)
     active = model.num_layers * 2 * 2 * model.dim * 64
     assert step_flops(frozen, 16).causal == step_flops(unfrozen, 16).causal - 2 * active
+
+
+@pytest.mark.parametrize(
+    ('attention', 'capability', 'rows'),
+    [('cudnn_mask', (9, 0), 4), ('cudnn', (9, 0), 4 * 8), ('cudnn_mask', (10, 0), 0), ('xla', (9, 0), 0)],
+)
+def test_workspace_of_deterministic_attention(attention, capability, rows):
+    settings = {'data__seq_len': 2048, 'train__global_batch_size': 4}
+    config = small_config(train__deterministic=True, **settings)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention=attention))
+    # Four heads; a list has an entry for 256 tokens.
+    assert attention_workspace(config, capability) == 2 * rows * 4 * 2048**2
+    default = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=False))
+    assert attention_workspace(default, capability) == 0

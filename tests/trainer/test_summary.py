@@ -1,0 +1,51 @@
+"""Tests the warning of a deterministic run whose versions or devices changed since its last start."""
+
+import json
+
+import pytest
+
+from maxlm.log import logger
+from maxlm.trainer.summary import warn_of_changes
+from maxlm.workdir.files import EVENTS_FILE
+
+STARTED = {'kind': 'started', 'versions': {'jaxlib': '0.10.2'}, 'devices': {'kind': 'NVIDIA H100', 'count': 8}}
+
+
+@pytest.fixture
+def warnings_of(tmp_path, monkeypatch):
+    """Returns a function (events, facts) → warnings."""
+    warnings = []
+    monkeypatch.setattr(logger, 'warning', warnings.append)
+
+    def warnings_of(content, facts):
+        warnings.clear()
+        (tmp_path / EVENTS_FILE).write_text(content)
+        warn_of_changes(tmp_path, facts)
+        return [*warnings]
+
+    return warnings_of
+
+
+def lines(*events):
+    return ''.join(json.dumps(event) + '\n' for event in events)
+
+
+def test_a_change_since_the_last_start_is_named(warnings_of):
+    saved = {'kind': 'saved', 'step': 5}
+    newer = {**STARTED, 'versions': {'jaxlib': '0.12.0'}}
+    assert warnings_of(lines(STARTED, saved), STARTED) == []
+    (warning,) = warnings_of(lines(STARTED, saved), newer)
+    assert 'jaxlib 0.10.2 → 0.12.0 since the last start' in warning
+    # The run has already continued with the newer version.
+    assert warnings_of(lines(STARTED, newer, saved), newer) == []
+
+
+@pytest.mark.parametrize(
+    'content', ['', 'no JSON\nno JSON\n', '[]\n[]\n', lines({'kind': 'started', 'versions': 7}), lines({'step': 1})]
+)
+def test_foreign_and_damaged_events_are_ignored(warnings_of, content):
+    assert warnings_of(content, STARTED) == []
+
+
+def test_a_new_workdir_has_no_events(tmp_path):
+    warn_of_changes(tmp_path, STARTED)
