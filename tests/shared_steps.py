@@ -84,9 +84,12 @@ class SharedSteps:
         num_sources: int = 0,
         *,
         options: Mapping[str, Any] | None = None,
+        holds: bool = False,
     ) -> CompiledStep:
-        key = ('train', computed_by(config), layout, num_sources, repr(options))
-        return self._once(key, lambda: compile_train_step(config, layout, abstract, num_sources, options=options))
+        key = ('train', computed_by(config), layout, num_sources, repr(options), holds)
+        return self._once(
+            key, lambda: compile_train_step(config, layout, abstract, num_sources, options=options, holds=holds)
+        )
 
     def make_eval_step(self, config: Config, layout: Layout, num_sources: int = 0) -> Callable[..., Any]:
         """Returns the same function for equal configs, so that `jax.jit` finds the compiled program."""

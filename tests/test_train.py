@@ -67,8 +67,9 @@ def params_of(workdir, step, item='params'):
     return jax.device_get(restore_params(Path(workdir) / 'checkpoints' / str(step), abstract, item=item))
 
 
-# Metrics that depend on clocks.
+# Metrics that depend on clocks or count the replays of an attempt.
 CLOCKED = (
+    'replay/',
     'time',
     'perf/',
     'cost/',

@@ -181,6 +181,7 @@ RANGES: dict[str, Range] = {
     'guard.max_rollbacks': COUNT,
     'guard.rollback_skip_steps': STEPS,
     'guard.rollback_lr_factor': FRACTION_ABOVE_0,
+    'guard.replay_fraction': FRACTION,
     'guard.early_stopping_patience': STEPS,
     'guard.early_stopping_min_delta': Range(0, 1e6),
     'guard.max_hours': HOURS,

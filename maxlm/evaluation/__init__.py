@@ -1,1 +1,1 @@
-"""Evaluation: perplexity, lm-eval tasks, the CORE metric, code generation, long contexts, and tables of results."""
+"""Evaluation: perplexity, samples, lm-eval tasks, CORE, code generation, long contexts, and tables of results."""

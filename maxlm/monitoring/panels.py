@@ -40,6 +40,7 @@ CATEGORIES = {
     'rollout': ('rollout', '▇', 'green'),
     'evaluation': ('evaluation', '▓', 'cyan'),
     'checkpoint': ('checkpoint', '▒', 'blue'),
+    'replay': ('replay', '▥', 'cyan'),
     'data_wait': ('data wait', '░', 'yellow'),
     'compile': ('compile', '▚', 'magenta'),
     'start': ('start', '▞', 'white'),

@@ -178,7 +178,8 @@ def estimate_step_cost(
     copy = state_bytes / num_devices / chip.host_bandwidth
     write = state_bytes / nodes / terms.write_bandwidth
     every = config.checkpoint.save_interval_steps or config.train.num_steps
-    work = every * (step_seconds + _evaluation_seconds(config, step_seconds))
+    steps = step_seconds * (1 + config.guard.replay_fraction)
+    work = every * (steps + _evaluation_seconds(config, step_seconds))
     stop = copy + max(0.0, write - work)
     between = terms.preemption_hours * HOUR / machines
     return StepCost(

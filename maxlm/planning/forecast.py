@@ -167,12 +167,13 @@ def compile_for(
     num_sources: int = 0,
     *,
     options: Mapping[str, Any] | None = None,
+    holds: bool = False,
 ) -> Forecast:
     """Compiles the step and returns its memory, operations, memory traffic and transfers.
 
     The memory traffic of a TPU's program and the operations of attention kernels are counted by formula.
 
-    `options` are XLA options, as in `compile_train_step`.
+    `options` and `holds` are those of `compile_train_step`.
 
     If the compiler rejects the program for lack of memory, the result has the total that the compiler reports, and
     estimates for the rest.
@@ -183,7 +184,7 @@ def compile_for(
     abstract = abstract_state(config, layout)
     estimated = estimate(config, machine)
     try:
-        compiled = compile_train_step(config, layout, abstract, num_sources, options=options)
+        compiled = compile_train_step(config, layout, abstract, num_sources, options=options, holds=holds)
     except jax.errors.JaxRuntimeError as error:
         overflow = overflow_of(error)
         if overflow is None:

@@ -15,6 +15,7 @@ WORDS = {
     'rollout': 'rollouts',
     'evaluation': 'evaluation',
     'checkpoint': 'saving checkpoints',
+    'replay': 'computing steps again',
     'data_wait': 'waiting for data',
     'compile': 'compiling',
     'start': 'starting',

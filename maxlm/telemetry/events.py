@@ -1,8 +1,8 @@
 """Event log of a run: WORKDIR/events.jsonl.
 
-Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context`, `batch`, `schedule`, `export`,
-`exported` and those of alerts, which have `"alert": true`. The last line of each attempt is one of `ENDS` with the exit
-code in `code`. An attempt without such a line is running or was killed.
+Kinds: `started`, `resumed`, `compiled`, `evaluated`, `saved`, `length`, `context`, `batch`, `schedule`, `replayed`,
+`export`, `exported` and those of alerts, which have `"alert": true`. The last line of each attempt is one of `ENDS`
+with the exit code in `code`. An attempt without such a line is running or was killed.
 """
 
 from __future__ import annotations

@@ -18,9 +18,20 @@ from maxlm.storage.jsonl import read_lines, truncation_note
 from maxlm.workdir.files import goodput_name
 
 # Categories of the time of a running process, in the order of reports.
-ACTIVITIES = ('start', 'compile', 'restore', 'step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'other')
+ACTIVITIES = (
+    'start',
+    'compile',
+    'restore',
+    'step',
+    'rollout',
+    'data_wait',
+    'evaluation',
+    'checkpoint',
+    'replay',
+    'other',
+)
 # Categories that are missing in lines of older versions.
-ADDED_LATER = ('rollout',)
+ADDED_LATER = ('rollout', 'replay')
 # Categories that advance the training.
 PRODUCTIVE = ('step', 'rollout')
 # `lost`: repeated steps. `idle`: time between two attempts.
@@ -28,7 +39,7 @@ CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
 # A longer time between two attempts is an error of a clock, such as one that began in 1970.
 _MAX_IDLE_SECONDS = 366 * 24 * 3600.0
 # Categories whose time is lost with a step.
-STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation')
+STEP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'replay')
 # Reasons of lines that `compact` keeps in addition to the last line of each attempt.
 _PERMANENT = ('saved', 'rollback')
 

@@ -155,6 +155,7 @@ METRICS: dict[str, Metric] = {
     'perf/compile_seconds': Metric('s', 'time spent compiling programs for later steps since the previous line'),
     'perf/rollout_seconds': Metric('s', 'GRPO: time spent generating and scoring responses since the previous line'),
     'perf/profile_seconds': Metric('s', 'time spent starting and stopping the profiler since the previous line'),
+    'perf/replay_seconds': Metric('s', 'time spent computing steps again since the previous line'),
     'perf/mfu': Metric('', 'model FLOPs utilization, counting causal attention'),
     'perf/mfu_full': Metric('', 'model FLOPs utilization, counting full attention'),
     'memory/peak_gib': Metric('GiB', 'peak memory in use on the first device so far, if the device reports it'),
@@ -162,6 +163,11 @@ METRICS: dict[str, Metric] = {
     'cost/dollars': Metric('$', 'cost of all devices for cost/hours, if their price is known'),
     'cost/projected_dollars': Metric('$', 'projected cost at the last step, at the speed of this attempt'),
     'goodput/fraction': Metric('', 'fraction of wall-clock time since the first start spent on steps that were kept'),
+    'replay/steps': Metric('steps', 'steps of this attempt that were computed twice so far'),
+    'replay/differences': Metric('', 'differences between the two results, or in memory between two steps, so far'),
+    'replay/loss_difference': Metric(
+        'nats/token', 'absolute difference of the loss between the two results that differed last; 0 if none did'
+    ),
     # Responses that the model generated before the step.
     'rollout/reward': Metric('', 'mean reward'),
     'rollout/reward_std': Metric('', 'standard deviation of the rewards in a group, averaged over groups'),
@@ -318,6 +324,10 @@ SECTIONS = {
     'memory': 'Device memory. Written with the metrics of the training step',
     'cost': 'Time and money. Written with the metrics of the training step',
     'goodput': 'Use of the wall-clock time. Written with the metrics of the training step',
+    'replay': (
+        'Steps that are computed twice, see [wrong computations](reliability.md#wrong-computations). Written with the '
+        'metrics of the training step'
+    ),
     'device': f'The accelerators of the first host: {_READINGS}. Written with the metrics of the training step',
     'host': f'The first host: {_READINGS}. Written with the metrics of the training step',
 }

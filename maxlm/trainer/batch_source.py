@@ -21,12 +21,12 @@ from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.errors import InputError
+from maxlm.evaluation.samples import Sample, Samples
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.runtime.barrier import ProcessGroup, is_shared
-from maxlm.trainer.samples import Sample, Samples
 from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
 from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState

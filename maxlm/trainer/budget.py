@@ -136,7 +136,8 @@ class RunBudget:
         if decisions.step_seconds:
             evaluation, tasks, save, last_save = pauses
             evaluation = evaluation or self._evaluation_share * config.eval.interval * decisions.step_seconds
-            costs = Costs(decisions.step_seconds, evaluation, tasks, save, last_save)
+            step_seconds = (1 + config.guard.replay_fraction) * decisions.step_seconds
+            costs = Costs(step_seconds, evaluation, tasks, save, last_save)
             decisions = decide_length(decisions, step=step, costs=costs, num_devices=num_devices, config=config)
         again = next_decision(
             step,

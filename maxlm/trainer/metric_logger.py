@@ -13,12 +13,13 @@ import numpy as np
 from tqdm import tqdm
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.config.validation import MIN_SPIKE_WINDOW
 from maxlm.data.loader.batch_rows import Changes, sequences_after
+from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.log import logger
 from maxlm.telemetry.cost import cost_text
 from maxlm.telemetry.metrics import MetricWriter, perplexity
-from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.objectives import aux_names
@@ -132,7 +133,7 @@ class Reporter:
         self._bar.update()
         self._count_skips(step, values)
         self._interval.add(values)
-        if values.get('detects_spikes', False) and not self._detects_spikes:
+        if values.get('window_steps', 0) >= MIN_SPIKE_WINDOW and not self._detects_spikes:
             self._detects_spikes = True
             logger.info(f'step {step:>7}  the guard detects spikes from this step on (guard.spike_window)')
         self.last_loss = float(values['loss'])

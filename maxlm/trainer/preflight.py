@@ -134,7 +134,7 @@ def compile_step(
         at_first = now.at_context(now.context_at(min(first_step, now.train.num_steps - 1)))
         logger.info('compiling the training step (seconds to minutes; later runs use the compilation cache)')
         with compiling():
-            return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources)
+            return compile_for(at_first, machine, make_layout(resolved.mesh), num_sources, holds=True)
 
     if config.train.per_device_batch_size == AUTO:
         config = choose_micro_batch(config, machine, resolve, compiled)

@@ -34,6 +34,7 @@ from maxlm.data.loader.shuffle import VERSION
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.inference.rollout import Rollout
 from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
@@ -47,7 +48,6 @@ from maxlm.rewards.rewards import Task, UserRewardError
 from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
-from maxlm.trainer.samples import Sample
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
 from maxlm.training.objectives import PROXIMAL
 from maxlm.training.run_control import RunControl

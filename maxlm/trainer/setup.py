@@ -28,6 +28,7 @@ from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.budget import RunBudget
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.replay import Replays
 from maxlm.trainer.run_context import RunContext
 from maxlm.trainer.step_runner import DataWait, StepRunner
 from maxlm.trainer.summary import headline, log_start, start_facts, warn_of_changes
@@ -182,6 +183,14 @@ def make_loop_components(
         profile=trackers.profile,
         reporter=reporter,
         throughput=throughput,
+        replays=Replays(
+            config,
+            prepared.layout,
+            reporter=reporter,
+            recorder=recorder,
+            throughput=throughput,
+            saved_steps=services.checkpoints.steps,
+        ),
     )
     # Attempts that were killed after their last save also cost time.
     unrecorded = max(0.0, recorder.previous_seconds - 3600 * decisions.hours)

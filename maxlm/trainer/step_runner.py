@@ -25,6 +25,7 @@ from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.preflight import PreparedStep
+from maxlm.trainer.replay import Replays
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.run_control import RunControl, apply_control, with_rates
 from maxlm.training.state import TrainState
@@ -123,11 +124,13 @@ class StepRunner:
         profile: Profile,
         reporter: Reporter,
         throughput: Throughput,
+        replays: Replays,
     ):
         self._config, self._layout, self._abstract, forecast = ready
         self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
         self._source, self._data_wait, self._recorder, self._timeline = source, data_wait, recorder, recorder.timeline
         self._watchdog, self._profile, self._reporter, self._throughput = watchdog, profile, reporter, throughput
+        self._replays = replays
 
     def step(
         self, step: int, state: TrainState, batches: Iterator[Batch], decisions: RunControl, *, connects: bool
@@ -135,7 +138,12 @@ class StepRunner:
         """Returns the state after the next batch.
 
         `connects` is True for the first step, which connects the processes and may take long.
+
+        Raises:
+            DeviceError: a replay has found that a device computes wrongly.
         """
+        if connects:
+            self._replays.begin(step - 1)
         compiled = self._compiled_for(step, decisions)
         if self._profile.should_start(step):
             self._while_idle(state, partial(self._profile.start, step))
@@ -146,17 +154,23 @@ class StepRunner:
         batch, data_wait = self._data_wait.next_batch(batches, self._reporter.running)
         # Dispatch may also wait for other processes.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
-            # Only the batch moves to the device, with an explicit transfer. An implicit one would stall every step.
-            with jax.transfer_guard('disallow'):
-                state, metrics = compiled(state, self._layout.put_batch(batch, rows))
+            state, metrics = self._replays.step(step, compiled, state, partial(self._layout.put_batch, batch, rows))
             if connects:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():
-            self._reporter.submit(step, metrics, data_wait, partial(self._source.batch_metrics, batch))
+            self._reporter.submit(step, metrics, data_wait, lambda: self._batch_metrics(batch))
         if self._profile.should_stop(step):
             self._while_idle(state, partial(self._profile.stop, step))
         self._watchdog.step_done()
         return state
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Waits for the last step and reports it; see `Replays.settle`."""
+        with self._watchdog.waiting():
+            return self._replays.settle(state)
+
+    def _batch_metrics(self, batch: Batch) -> dict[str, float]:
+        return {**self._source.batch_metrics(batch), **self._replays.metrics}
 
     def _while_idle(self, state: TrainState, act: Callable[[], None]) -> None:
         """Calls `act` while the devices are idle between two steps, without counting its time as time of a step."""
@@ -193,7 +207,7 @@ class StepRunner:
             with self._watchdog.waiting():
                 self._reporter.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
-                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names))
+                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names), holds=True)
             self._recorder.record_event(
                 'compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds
             )

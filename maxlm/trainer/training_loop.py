@@ -117,7 +117,7 @@ class TrainingLoop:
                     # The data is unreadable or not prepared yet. With several processes, all other processes wait for
                     # this one, so none of them can save.
                     if jax.process_count() == 1 and step > start + 1 and self._source.can_checkpoint_after(step - 1):
-                        reporter.flush()
+                        state = self._runner.settle(state)
                         self._checkpoints.save(step - 1, state, decisions, best_loss=reporter.best_loss)
                     if isinstance(error, InputError):
                         raise
@@ -139,8 +139,7 @@ class TrainingLoop:
                 )
                 if stopping or should_save or evaluates or runs_tasks or step == num_steps:
                     # Waits for the device here, where the wait counts as time of the step.
-                    with watchdog.waiting():
-                        reporter.flush()
+                    state = self._runner.settle(state)
                 action = None if stopping else self._check_bad_steps(decisions)
                 if action:
                     watchdog.finish()
@@ -159,7 +158,7 @@ class TrainingLoop:
                     end_reason = ended(config, decisions, step)
                     if end_reason:
                         # A budget may end a run after any step.
-                        reporter.flush()
+                        state = self._runner.settle(state)
                     if end_reason and not (stopping or self._is_finite(loss)):
                         # An older checkpoint is better than this state, and a restart must not consider the run
                         # complete.

@@ -55,11 +55,6 @@ def first_window(config: GuardConfig) -> SpikeStatistics | None:
     return SpikeStatistics(jnp.zeros((2, config.spike_window)), jnp.int32(0)) if config.spike_window else None
 
 
-def detects_spikes(window: SpikeStatistics) -> jax.Array:
-    """Returns a boolean scalar, True if the window has enough steps to detect spikes."""
-    return window.filled >= MIN_SPIKE_WINDOW
-
-
 def check_spike(
     window: SpikeStatistics | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
 ) -> tuple[jax.Array, SpikeStatistics | None]:
@@ -93,7 +88,7 @@ def check_spike(
     least_Q = jnp.stack([LOSS_SHARE * jnp.abs(median_Q[0]), jnp.full_like(median_Q[1], LOG_NORM)])
     threshold = config.spike_threshold * (1 + SMALL * (1 / used - 1 / W))
     limit_Q = median_Q + threshold * jnp.maximum(deviation_Q, least_Q)
-    spike = detects_spikes(window) & jnp.any(level_Q > limit_Q)
+    spike = (filled >= MIN_SPIKE_WINDOW) & jnp.any(level_Q > limit_Q)
     ok = finite & ~spike
     moved_QW = jnp.concatenate([good_QW[:, 1:], level_Q[:, None]], axis=1)
     kept = jnp.where(finite & ~is_full, filled // 2, filled)

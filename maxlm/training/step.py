@@ -22,9 +22,12 @@ from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.optimizers.trainable import measured_params
 from maxlm.training.reference import reference_params
 from maxlm.training.reference_point import make_reference_point
-from maxlm.training.spike_guard import check_spike, detects_spikes
+from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState
 from maxlm.training.update import balance_loads, make_update, mean_and_clip
+
+# Optional scalar of a batch. If it is True, the step leaves the complete state unchanged.
+HOLD = 'hold'
 
 
 def make_train_step(
@@ -33,6 +36,9 @@ def make_train_step(
     """Returns the training step of a resolved config: one optimizer update from one global batch.
 
     If `num_sources` > 0, batches contain `sources` [B], and the metrics contain `source_loss` and `source_tokens` [S].
+    Batches may contain HOLD. A step with a spike or a non-finite value, for which the metric `bad` is True, changes
+    only three counters of the state: `step`, `skipped` and the number of steps in `window`, which the metric
+    `window_steps` contains as it was before the step. `maxlm.trainer.replay` depends on it.
     """
     with_reference_point = make_reference_point(config, layout)
     gradients = make_gradients(config, layout, num_sources)
@@ -44,6 +50,8 @@ def make_train_step(
         return global_norm(measured if config.mesh.host_offload == 'all' else jax.lax.optimization_barrier(measured))
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        batch = dict(batch)
+        hold = batch.pop(HOLD, None)
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         # The loss scale applies to a mean, because the gradients of a sum would overflow float16.
         factor = loss_factor(state.loss_scale, config.rounds / batch['tokens'].size)
@@ -56,6 +64,8 @@ def make_train_step(
         grads, grad_norm = mean_and_clip(grads, count, factor, config.optimizer.max_grad_norm)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, window = check_spike(state.window, loss, grad_norm, config.guard)
+        if hold is not None:
+            ok &= ~hold
         params, opt_state, ema, update_metrics = update(state, grads, ok)
         params = balance_loads(config, params, sums.load_LE, ok)
         ema = None if ema is None else balance_loads(config, ema, sums.load_LE, ok)
@@ -68,14 +78,21 @@ def make_train_step(
             **update_metrics,
             'skipped': ~ok,
             'spike': is_finite & ~ok,
-            **({} if state.window is None else {'detects_spikes': detects_spikes(state.window)}),
+            # An overflow in float16 is expected, and changes the loss scale.
+            'bad': ~ok & ~scaling.get('overflow', jnp.bool_(False)),
+            **({} if state.window is None else {'window_steps': state.window.filled}),
             **scaling,
             **{name: total / jnp.maximum(sums.part_count(name), 1) for name, total in sums.parts.items()},
             **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
-        state = state._replace(step=state.step + 1, skipped=state.skipped + ~ok, params=params, opt_state=opt_state)
-        return state._replace(ema=ema, loss_scale=loss_scale, window=window), metrics
+        counters = state.step + 1, state.skipped + ~ok, loss_scale, window
+        if hold is not None:
+            before = state.step, state.skipped, state.loss_scale, state.window
+            counters = jax.tree.map(lambda new, old: jnp.where(hold, old, new), counters, before)
+        step, skipped, loss_scale, window = counters
+        after = TrainState(step, skipped, params, opt_state, ema, loss_scale, window)
+        return after._replace(reference=state.reference, progress=state.progress), metrics
 
     return train_step
 

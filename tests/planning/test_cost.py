@@ -54,6 +54,10 @@ def test_evaluation_takes_a_third_of_a_step_per_batch():
     assert cost(eval__interval=50, eval__num_batches=6).hours == pytest.approx((2000 + 20 * 6 * 2 / 3) / 3600)
 
 
+def test_a_replay_takes_a_step():
+    assert cost(guard__replay_fraction=0.25).hours == pytest.approx(1.25 * cost().hours)
+
+
 def test_a_checkpoint_by_hand():
     # 16 chips on 4 hosts: each chip copies 1/16 at 16 GB/s, and each host writes a quarter at 1 GB/s.
     run = cost(state_bytes=64 * GIB)

@@ -208,7 +208,7 @@ def test_update_metrics_are_written_if_the_step_has_them():
 
 
 def test_the_log_says_once_from_when_on_spikes_are_detected(reporter, messages):
-    off, on = {**GOOD, 'detects_spikes': False}, {**GOOD, 'detects_spikes': True}
+    off, on = {**GOOD, 'window_steps': 15}, {**GOOD, 'window_steps': 16}
     line = ('INFO', 'step 3 the guard detects spikes from this step on (guard.spike_window)')
     submitted(reporter, 1, [off, off, on, on, off, on])
     assert messages == [line]

@@ -21,6 +21,7 @@ from maxlm.planning.forecast import estimate
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer import batch_source, checkpointing, preflight, step_runner
+from maxlm.training.step import HOLD
 from maxlm.workdir.files import read_config
 from tests.checkpoint.test_manager import zero_state
 from tests.test_train import arguments, curve
@@ -37,15 +38,26 @@ SETTINGS = {
 
 
 class Step:
-    """Fake of a compiled step. Steps in `bad` are skipped, and step `stops_at` sends SIGTERM to the process."""
+    """Fake of a compiled step. Steps in `bad` are skipped, and step `stops_at` sends SIGTERM to the process.
+
+    `batches` are those of the executed steps, without steps that were held and without replays.
+    """
 
     def __init__(self, *, bad=(), stops_at=0):
         self.bad, self.stops_at = bad, stops_at
         self.batches = []
+        self.replayed, self.held, self.newest = [], [], 0
 
     def __call__(self, state, batch):
         step, tokens = int(jax.device_get(state.step)) + 1, jax.device_get(batch['tokens'])
-        self.batches.append(tokens)
+        if jax.device_get(batch[HOLD]):
+            self.held.append(step)
+            return state, {'loss': jax.device_put(np.float32(0))}
+        if step == self.newest and np.array_equal(tokens, self.batches[-1]):
+            self.replayed.append(step)
+        else:
+            self.batches.append(tokens)
+        self.newest = step
         if step == self.stops_at:
             os.kill(os.getpid(), signal.SIGTERM)
         loss = 5 / step + tokens.mean() / 1000
@@ -58,7 +70,8 @@ class Step:
             return jax.device_put(np.full(like.shape, value, like.dtype), like.sharding)
 
         params = {**state.params, 'embedding': put(state.params['embedding'], loss)}
-        metrics = {'loss': loss, 'skipped': skipped, 'learning_rate': 1e-3, 'grad_norm': 2.0, 'param_norm': 3.0}
+        metrics = {'loss': loss, 'skipped': skipped, 'bad': skipped, 'learning_rate': 1e-3}
+        metrics |= {'grad_norm': 2.0, 'param_norm': 3.0}
         metrics = {name: jax.device_put(np.float32(value)) for name, value in metrics.items()}
         return state._replace(step=put(state.step, step), params=params), metrics
 
@@ -84,12 +97,12 @@ def run_attempt(dataset):
     def run_attempt(workdir, step, **overrides):
         compiled = CompiledStep(step, 0.1)
 
-        def compile_for(config, machine, *_):
+        def compile_for(config, machine, *_, **options):
             return estimate(config, machine)._replace(compiled=compiled)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(preflight, 'compile_for', compile_for)
-            patch.setattr(step_runner, 'compile_train_step', lambda *_: compiled)
+            patch.setattr(step_runner, 'compile_train_step', lambda *_, **options: compiled)
             patch.setattr(checkpointing, 'init_state', zero_state)
             patch.setattr(batch_source, 'Validation', Validation)
             return train.main(arguments(dataset, workdir, **SETTINGS, **overrides))
@@ -105,7 +118,8 @@ def runs(run_attempt, tmp_path_factory):
     def run(name, *steps, **overrides):
         codes = [run_attempt(folder / name, step, **overrides) for step in steps]
         batches = [batch for step in steps for batch in step.batches]
-        return SimpleNamespace(workdir=folder / name, batches=batches, codes=codes)
+        replayed, held = ([each for step in steps for each in getattr(step, name)] for name in ('replayed', 'held'))
+        return SimpleNamespace(workdir=folder / name, batches=batches, codes=codes, replayed=replayed, held=held)
 
     return SimpleNamespace(
         uninterrupted=run('uninterrupted', Step()),
@@ -204,6 +218,9 @@ def test_stopped_run_saves(runs):
 def test_batches_of_bad_steps_are_skipped_after_a_rollback(uninterrupted, runs):
     run = runs.rolled_back
     assert run.codes == [EXIT_DONE]
+    # Step 6 was dispatched before the metrics of step 5 were read. Of the two bad steps only the first is replayed.
+    assert (run.held, run.replayed) == ([6], [5])
+    assert (uninterrupted.held, uninterrupted.replayed) == ([], [])
     # The bad steps are detected during step 7. The run returns to the start and skips the batches of steps 1 to 6.
     before, after = run.batches[:7], run.batches[7:]
     for batch, expected in zip([*before, after[1]], uninterrupted.batches, strict=True):

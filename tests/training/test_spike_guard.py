@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.optimizer import GuardConfig
+from maxlm.config.validation import MIN_SPIKE_WINDOW
 from maxlm.training import spike_guard
 from maxlm.training.spike_guard import SpikeStatistics, first_window, window_from_json, window_to_json
 from maxlm.training.state import abstract_state
@@ -89,7 +90,7 @@ def young():
 
 
 def test_a_young_window_uses_its_newest_steps(young):
-    assert bool(spike_guard.detects_spikes(young))
+    assert young.filled >= MIN_SPIKE_WINDOW
     # 4.5 is below the first losses, but far above the newest ones.
     after = {loss: check(young, jnp.float32(loss), jnp.float32(1), LONG) for loss in (3.3, 4.5)}
     assert {loss: bool(ok) for loss, (ok, _) in after.items()} == {3.3: True, 4.5: False}
@@ -318,9 +319,8 @@ def test_the_exploding_batch_is_accepted_before_the_guard_detects_spikes(learned
     early_state = learned.state._replace(window=window._replace(filled=filled))
     after, metrics = learned.step(early_state, learned.exploding)
     assert (bool(metrics['skipped']), bool(metrics['spike'])) == (False, False)
-    assert not metrics['detects_spikes']
-    assert learned.history[-1]['detects_spikes']
-    assert [bool(metrics['detects_spikes']) for metrics in learned.history].index(True) == W
+    assert metrics['window_steps'] < MIN_SPIKE_WINDOW
+    assert [int(metrics['window_steps']) for metrics in learned.history].index(W) == W
     assert not np.array_equal(after.params['embedding'], learned.state.params['embedding'])
 
 

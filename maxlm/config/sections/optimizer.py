@@ -68,6 +68,10 @@ class GuardConfig:
     rollback_skip_steps: int = 20
     # Factor that a rollback applies to all learning rates; 1 = unchanged.
     rollback_lr_factor: float = 1.0
+    # Fraction of the steps that are computed twice from the same state and batch, to detect devices that compute wrong
+    # results. Recommended: 0.0025. The first of several steps with a spike or a non-finite value is always computed
+    # twice.
+    replay_fraction: float = 0.0
     # Number of evaluations without a lower validation loss after which the run ends (exit code 0); 0 = never.
     early_stopping_patience: int = 0
     # Minimum decrease of the validation loss that counts as an improvement.

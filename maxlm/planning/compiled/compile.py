@@ -15,7 +15,7 @@ from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, PROXIMAL, TEACHER_TYPES
 from maxlm.training.state import TrainState
-from maxlm.training.step import make_train_step
+from maxlm.training.step import HOLD, make_train_step
 
 # Disables windowed einsums, which split a product into steps that rotate pieces of an operand (Wang et al. 2023). Each
 # step reads the operands again, and a small Llama on 16 chips of v4 used seven times the temporary memory.
@@ -111,11 +111,12 @@ def compile_train_step(
     num_sources: int = 0,
     *,
     options: Mapping[str, Any] | None = None,
+    holds: bool = False,
 ) -> CompiledStep:
     """Lowers and compiles the step of a resolved config for the layout's devices; see `make_train_step`.
 
     `options` are XLA options that are added to those of the kind of device. Those of `deterministic_options` take
-    precedence.
+    precedence. If `holds` is True, the batches of the step contain HOLD, a replicated boolean scalar.
     """
     start = time.perf_counter()
     shape = (config.train.global_batch_size, config.data.seq_len)
@@ -130,6 +131,8 @@ def compile_train_step(
         }
     if num_sources:
         batch['sources'] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=layout.named('batch'))
+    if holds:
+        batch[HOLD] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=layout.named())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
         make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from maxlm.config.schema import Config
 from maxlm.planning.compiled.compile import CompiledStep
 from maxlm.planning.estimate.memory import Memory, estimate_memory
-from maxlm.planning.estimate.state_bytes import state_bytes
+from maxlm.planning.estimate.state_bytes import replay_bytes, state_bytes
 from maxlm.training.state import TrainState
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".
@@ -52,7 +52,7 @@ def memory_of(
         activations=activations,
         # Includes the padding of a TPU's state to tiles.
         temporary=left - gradients - activations,
-        host=on_host,
+        host=on_host + replay_bytes(config).host,
         is_estimate=False,
     )
 

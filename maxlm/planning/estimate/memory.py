@@ -29,6 +29,7 @@ from maxlm.planning.estimate.state_bytes import (
     is_quantized,
     moment_bytes,
     planned_state_bytes,
+    replay_bytes,
     shard_shape,
     shard_size,
     stored_bytes,
@@ -48,6 +49,7 @@ class Memory(NamedTuple):
         activations: activations saved for the backward pass.
         temporary: all other memory at the peak: gathered weights, logits, buffers of a layer, copies.
         batch: arrays of the batch.
+        replay: copy of the state before a step that is computed twice (`guard.replay_fraction`).
         host: a device's share of its host's memory.
         is_estimate: True for the formulas, False for the compiler's figures.
     """
@@ -59,6 +61,7 @@ class Memory(NamedTuple):
     activations: int
     temporary: int
     batch: int
+    replay: int
     host: int
     is_estimate: bool
 
@@ -66,7 +69,7 @@ class Memory(NamedTuple):
     def total(self) -> int:
         """Returns the bytes of device memory."""
         state = self.parameters + self.moments + self.average + self.batch
-        return state + self.gradients + self.activations + self.temporary
+        return state + self.gradients + self.activations + self.temporary + self.replay
 
 
 class _Sizes(NamedTuple):
@@ -121,11 +124,10 @@ def estimate_memory(
     activations, on_host = _saved_activation_bytes(config, kinds, backend)
     copies = _copied_weights(config, sizes, backend)
     head = head_memory(config, (sizes.B, sizes.T, sizes.V), backend)
-    work = max(_layer_work(config, kind, backend, capability) for kind in kinds)
-    at_layers = gradients + activations + copies + work + head.table
-    at_head = gradient + activations + copies + head.work
-    at_teacher = gradients + activations + copies + _teacher_work(config, backend)
-    fullest = max(at_layers, at_head, at_teacher, gradient + _update(config, gradient))
+    at_layers = gradients + head.table + max(_layer_work(config, kind, backend, capability) for kind in kinds)
+    at_teacher = gradients + _teacher_work(config, backend)
+    in_model = activations + copies + max(at_layers, gradient + head.work, at_teacher)
+    fullest, copy = max(in_model, gradient + _update(config, gradient)), replay_bytes(config)
     return Memory(
         parameters=state.parameters,
         moments=state.moments,
@@ -134,7 +136,8 @@ def estimate_memory(
         activations=activations,
         temporary=max(0, fullest - gradients - activations) + filler,
         batch=_batch(config),
-        host=state.host + on_host,
+        replay=copy.parameters + copy.moments + copy.average,
+        host=state.host + on_host + copy.host,
         is_estimate=True,
     )
 

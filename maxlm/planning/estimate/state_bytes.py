@@ -71,6 +71,13 @@ def checkpoint_bytes(config: Config) -> int:
     return sum(planned_state_bytes(unsharded, with_reference=False))
 
 
+def replay_bytes(config: Config) -> StateBytes:
+    """Returns the bytes of the copy of the state for `guard.replay_fraction`; 0 without it."""
+    if not config.guard.replay_fraction:
+        return StateBytes(0, 0, 0, 0)
+    return planned_state_bytes(config, with_reference=False)
+
+
 def planned_state_bytes(config: Config, *, with_reference: bool = True) -> StateBytes:
     """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
     params = moments = reference = 0

@@ -228,6 +228,22 @@ def test_against_the_compiler_for_cpus(program):
     assert estimate_memory(short, 'cpu').total != pytest.approx(reported.total, rel=error)
 
 
+@pytest.mark.parametrize('overrides', [{}, {'mesh__host_offload': 'optimizer'}, {'train__objective': 'dpo'}])
+def test_replays_need_a_copy_of_the_state_without_the_reference(overrides):
+    settings = {'optimizer__ema_decay': 0.9, 'train__init_from': 'runs/base', **overrides}
+    if 'mesh__host_offload' in overrides:
+        del settings['optimizer__ema_decay']
+    config = small_config(num_devices=8, model__vocab_size=64, **settings)
+    twice = dataclasses.replace(config, guard=dataclasses.replace(config.guard, replay_fraction=0.0025))
+    without, replaying = (estimate_memory(each, 'cpu') for each in (config, twice))
+    copy = state_bytes(abstract_state(config, small_layout(config))._replace(reference=None))
+    assert without.replay == 0
+    # The plan omits counters.
+    assert replaying.replay == pytest.approx(copy.parameters + copy.moments + copy.average, abs=COUNTERS)
+    assert replaying.host - without.host == copy.host
+    assert replaying.total - without.total == replaying.replay
+
+
 # Target, overrides → MiB that the compilers reported for a model of 8 layers with 32 experts, 4 per token.
 EXPERT_PROGRAMS = {
     ('v5p:2x2x1', ('model.remat_policy=full',)): 7787,

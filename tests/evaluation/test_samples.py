@@ -11,11 +11,11 @@ from maxlm.config.resolve import resolve
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.samples import PROMPT_TOKENS, SEED, TEMPERATURE, Samples, prompts
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
-from maxlm.trainer.samples import PROMPT_TOKENS, SEED, TEMPERATURE, Samples, prompts
 from maxlm.training.state import abstract_state, init_state
 from tests.small import small_layout
 
