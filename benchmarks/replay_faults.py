@@ -6,7 +6,7 @@ A flip changes one random bit of one random element in one execution of one step
 same compiled program. A flip matters if the loss of the step or of the next one changes by at least 0.01 or is not
 finite. Each flip is found by the replay of its step, or by the checksum before the next step.
 
-The cost is that of a run of configs/tiny.py at a fraction of 0.0025. Rounding is the largest difference of a step
+The cost is that of a run of a small model at a fraction of 0.0025. Rounding is the largest difference of a step
 between layouts of eight virtual devices, which add in other orders; `maxlm.training.replay.ROUNDING` follows from it.
 """
 
@@ -374,16 +374,26 @@ def rounding(dtype: str) -> dict[str, float]:
 
 
 def cost(num_steps: int) -> dict[str, float]:
-    """Returns the time of replays at a fraction of FRACTION relative to that of steps, in a run of configs/tiny.py."""
+    """Returns the time of replays at a fraction of FRACTION relative to that of steps, in a run of a small model.
+
+    Smaller steps make replays relatively more expensive, because a replay has a fixed part.
+    """
     with tempfile.TemporaryDirectory() as folder:
         data, workdir = Path(folder) / 'data', Path(folder) / 'run'
         write_dataset(random_tokens(2**20), data, 1)
         settings = {
             'data.path': data,
+            'model.num_layers': 2,
+            'model.dim': 64,
+            'model.num_heads': 4,
+            'data.seq_len': 64,
             'train.num_steps': num_steps,
+            'train.log_every': 100,
             'eval.interval': 0,
             'checkpoint.save_interval_steps': 0,
             'guard.replay_fraction': FRACTION,
+            # Spikes would be replayed too.
+            'guard.spike_window': 0,
             'metrics.tensorboard': 'false',
             'metrics.peak_tflops': 1,
         }

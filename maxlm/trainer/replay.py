@@ -193,7 +193,7 @@ class Replays:
     def _replay_if_bad(self, state: TrainState) -> TrainState:
         """Replays the last step if it is the first bad one. All steps until then are reported.
 
-        The state is that after the bad step. Apart from the counters, it is also that before the step.
+        The state is that after the bad step. Except for the counters, it is also that before the step.
         """
         if not self._is_suspicious():
             return state
