@@ -16,8 +16,8 @@ from maxlm.training.step import HOLD
 from tests.conftest import ROOT
 
 RESULTS = ROOT / 'benchmarks/results/replay_faults_cpu2.json'
-# The sign of an element, the highest bit of its exponent, and the lowest bit of its mantissa.
-BITS = (31, 30, 0)
+# The sign of an element, the highest bit of its exponent, and a bit of its mantissa. Rounding may remove the lowest ones.
+BITS = (31, 30, 12)
 STEP = TRAINED + 1
 
 
