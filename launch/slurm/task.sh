@@ -9,6 +9,6 @@ trap : TERM
 code=0
 "$@" || code=$?
 if [ "$code" -eq 74 ]; then
-  echo "${SLURMD_NODENAME:-$(hostname)}" >>"$faulty"
+  echo "${SLURMD_NODENAME:-$(hostname)}" >>"$faulty" || echo "error: cannot add this node to $faulty" >&2
 fi
 exit "$code"

@@ -2,6 +2,7 @@
 
 Limits are based on the median and the median absolute deviation, which are robust to single outliers (Huber & Ronchetti
 2009, "Robust Statistics"). Only good steps enter the window, so a spike never raises the limit for the next step.
+Steps whose gradient is 0, such as those of batches without targets, do not enter it, because they show no usual norm.
 
 Detection begins after `MIN_SPIKE_WINDOW` good steps. Until the window is full, two rules differ:
 
@@ -92,7 +93,11 @@ def check_spike(
     ok = finite & ~spike
     moved_QW = jnp.concatenate([good_QW[:, 1:], level_Q[:, None]], axis=1)
     kept = jnp.where(finite & ~is_full, filled // 2, filled)
-    return ok, SpikeStatistics(jnp.where(ok, moved_QW, good_QW), jnp.where(ok, jnp.minimum(filled + 1, W), kept))
+    enters = ok & (grad_norm > 0)
+    counted = jnp.where(ok, filled, kept)
+    return ok, SpikeStatistics(
+        jnp.where(enters, moved_QW, good_QW), jnp.where(enters, jnp.minimum(filled + 1, W), counted)
+    )
 
 
 def window_to_json(window: SpikeStatistics) -> dict[str, list[float]]:

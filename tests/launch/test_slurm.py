@@ -123,6 +123,18 @@ def test_a_node_with_a_faulty_device_is_named(programs, folder, code):
         assert (done.returncode, programs.lines('scontrol')) == (0, ['scontrol requeue 41'])
 
 
+def test_a_faulty_node_that_cannot_be_recorded_keeps_its_exit_code(tmp_path):
+    task = ['bash', SCRIPT.parent / 'task.sh', tmp_path / 'missing/faulty', 'bash', '-c', f'exit {EXIT_DEVICE}']
+    done = subprocess.run(task, capture_output=True, text=True)
+    assert done.returncode == EXIT_DEVICE
+    assert 'error: cannot add this node to' in done.stderr
+
+
+def test_a_faulty_device_without_a_known_node_is_not_requeued(programs, folder):
+    done = job(programs, folder, {'code': EXIT_DEVICE})
+    assert (done.returncode, programs.lines('scontrol')) == (EXIT_DEVICE, [])
+
+
 def test_a_signal_to_all_processes_of_a_task_does_not_end_the_shell(tmp_path):
     words = ['bash', SCRIPT.parent / 'task.sh', tmp_path / 'faulty', sys.executable, '-c', WAITING]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, process_group=0)
