@@ -119,6 +119,11 @@ def _parser() -> ArgumentParser:
         action='store_true',
         help='never reuse the cached prefix of another request, unless both have the same cache_salt',
     )
+    parser.add_argument(
+        '--no-check-kernels',
+        action='store_true',
+        help='start without the comparison of the kernels with formulas in float32',
+    )
     parser.add_argument('--docs', action='store_true', help='serve an API reference at /docs and /openapi.json')
     parser.add_argument(
         '--allow-origin',

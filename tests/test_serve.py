@@ -510,7 +510,7 @@ def test_bad_input_is_one_line(workdir, options, words, capfd, tmp_path):
 def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):
     kernels = []
 
-    def wrong(make, about, mesh, *, cache):
+    def wrong(make, about, mesh, *, cache, way_out):
         kernels.extend(answer.kernel for answer in make())
         raise InputError('attention computes wrong results')
 
@@ -519,6 +519,13 @@ def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):
     assert exit_code(serve.main, options) == EXIT_BAD_INPUT
     assert 'error: attention computes wrong results' in capfd.readouterr().err
     assert kernels[0] == 'attention to a cache of int8'
+
+    def stop(*args, **kwargs):
+        raise InputError('not tested')
+
+    monkeypatch.setattr('maxlm.commands.serve.Engine', stop)
+    assert exit_code(serve.main, [*options, '--no-check-kernels']) == EXIT_BAD_INPUT
+    assert 'error: not tested' in capfd.readouterr().err
 
 
 def test_the_model_is_in_memory_once(workdir, model, monkeypatch):

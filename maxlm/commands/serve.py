@@ -59,12 +59,14 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
             'max_context': options.max_model_len or model.config.model.max_positions,
             'int8_cache': options.kv_cache_dtype == 'int8',
         }
-        check_kernels(
-            partial(serving_answers, model.config, **settings),
-            (model.config, settings),
-            model.layout.mesh,
-            cache=enabled_cache(),
-        )
+        if not options.no_check_kernels:
+            check_kernels(
+                partial(serving_answers, model.config, **settings),
+                (model.config, settings),
+                model.layout.mesh,
+                cache=enabled_cache(),
+                way_out='--no-check-kernels',
+            )
         engine = Engine(
             model,
             num_slots=options.slots,

@@ -100,6 +100,8 @@ class TrainConfig:
     # Compute the same bits in each run on the same devices, software and settings. Steps on GPUs are slower. CPUs and
     # TPUs always do. See docs/reliability.md.
     deterministic: bool = False
+    # Before a run starts on GPUs or TPUs, compare its kernels with formulas in float32. A wrong result stops the run.
+    check_kernels: bool = True
     # Tokens of a device whose logits are in memory at the same time. Small chunks write the gradient of the head often.
     loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.

@@ -125,6 +125,11 @@ def with_gradients(function: Callable[..., jax.Array], gradient: jax.Array, *inp
     return output, *pull(gradient.astype(output.dtype))
 
 
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Returns normal numbers in host memory: waiting tests take no memory of the device."""
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
 def floats(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the arrays in float32."""
     return tuple(array.astype(jnp.float32) for array in arrays)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import KnownAnswer, floats, with_gradients
+from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
 from maxlm.model.attention.decode import attend_slots
 from maxlm.model.attention.kernels import AttentionInputs, choose_attention_kernel
 from maxlm.model.layers.kv_cache import Slots, encode
@@ -55,7 +55,7 @@ def attention_answer(
     B = max(1, min(rows, int(MAX_FLOPS / (18 * N * T * T * H))))
     rng = np.random.default_rng(0)
     shapes = [(B, T, heads, H) for heads in (N, N, K, K)]
-    do, q, k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), model.dtype) for shape in shapes)
+    do, q, k, v = (normal(rng, shape, model.dtype) for shape in shapes)
     segments_BT = documents(rng, B, T)
     sinks_N = jnp.asarray(rng.standard_normal(N, np.float32)) if model.attention_sinks else None
     kernel = choose_attention_kernel(model, SINGLE_DEVICE)
@@ -95,8 +95,8 @@ def cache_answer(model: ModelConfig, *, rows: int, slots: int, int8: bool, heads
     """Returns the attention of one token of each row to the slots of a cache, which are filled to different lengths."""
     (N, K), H, S = heads, model.head_dim, slots
     rng = np.random.default_rng(0)
-    q_BTNH = jnp.asarray(rng.standard_normal((rows, 1, N, H), np.float32), model.dtype)
-    k, v = (jnp.asarray(rng.standard_normal((rows, S, K, H), np.float32), model.dtype) for _ in range(2))
+    q_BTNH = normal(rng, (rows, 1, N, H), model.dtype)
+    k, v = (normal(rng, (rows, S, K, H), model.dtype) for _ in range(2))
     used_B = rng.integers(1, S + 1, rows)
     mask_BTS = jnp.asarray(np.arange(S) < used_B[:, None, None])
     sinks_N = jnp.asarray(rng.standard_normal(N, np.float32)) if model.attention_sinks else None

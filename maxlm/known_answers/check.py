@@ -38,7 +38,14 @@ PACKAGES = ('jax', 'jaxlib', 'tokamax')
 MakeAnswers = Callable[[], Sequence[KnownAnswer]]
 
 
-def check_kernels(make: MakeAnswers, about: Any, mesh: Mesh, *, cache: CompilationCache | None) -> None:
+def check_kernels(
+    make: MakeAnswers,
+    about: Any,
+    mesh: Mesh,
+    *,
+    cache: CompilationCache | None,
+    way_out: str = 'train.check_kernels=false',
+) -> None:
     """Compares kernels with their formulas on the devices of a mesh, and collectives with exact sums.
 
     All processes of a run call it, and all raise an error if one of them finds a wrong result. Nothing is tested
@@ -49,6 +56,7 @@ def check_kernels(make: MakeAnswers, about: Any, mesh: Mesh, *, cache: Compilati
         about: everything on which the kernels depend, with a `repr` that contains its values.
         mesh: mesh of the run.
         cache: stores that the tests have passed; None: they run at each start.
+        way_out: setting that starts without the tests, for the message.
 
     Raises:
         InputError: a result is wrong, or a package of a kernel is not installed.
@@ -61,10 +69,14 @@ def check_kernels(make: MakeAnswers, about: Any, mesh: Mesh, *, cache: Compilati
         return
     logger.info('comparing the kernels with their formulas on these devices (seconds)')
     began = time.monotonic()
-    _raise_if_any(wrong_kernel(make(), devices))
-    _raise_if_any(wrong_collective(mesh))
-    logger.info(f'the kernels compute right results; tested in {time.monotonic() - began:.1f} s')
-    if cache is not None and key:
+    untested: list[str] = []
+    _raise_if_any(wrong_kernel(make(), devices, untested.append), way_out)
+    _raise_if_any(wrong_collective(mesh), way_out)
+    for reason in untested:
+        logger.warning(reason)
+    counted = f'; {len(untested)} not tested' if untested else ''
+    logger.info(f'the tested kernels compute right results{counted}; {time.monotonic() - began:.1f} s')
+    if cache is not None and key and not untested:
         cache.put(key, json.dumps({'time': time.time()}).encode())
 
 
@@ -75,16 +87,24 @@ def warn_of_known_faults(*, has_document_lists: bool) -> None:
             logger.warning(f'the installed libraries have a known fault: {describe_fault(fault)}')
 
 
-def wrong_kernel(answers: Sequence[KnownAnswer], devices: Sequence[jax.Device]) -> str:
+def wrong_kernel(
+    answers: Sequence[KnownAnswer], devices: Sequence[jax.Device], on_untested: Callable[[str], None] = logger.warning
+) -> str:
     """Returns a description of the first wrong result on the devices of this process; '' if all are right.
 
-    A package that is not installed, or a kernel that does not support the device, counts as wrong.
+    A package that is not installed counts as wrong. `on_untested` gets a line for each test that could not run, for
+    example because the memory beside a loaded model is too small: no result is wrong, and if the kernel itself cannot
+    run, its run says so.
     """
     for answer in answers:
         try:
             mistake = find_mistake(answer, devices)
         except InputError as error:
             return str(error)
+        except Exception as error:
+            reason = ' '.join(str(error).split())[:300]
+            on_untested(f'{answer.kernel} for {answer.shape} is not tested: {type(error).__name__}: {reason}')
+            continue
         if mistake is not None:
             return describe(mistake, identify())
     return ''
@@ -110,9 +130,9 @@ def describe(mistake: Mistake, identity: dict[str, Any]) -> str:
     )
 
 
-def _raise_if_any(problem: str) -> None:
+def _raise_if_any(problem: str, way_out: str) -> None:
     if problem := agree(problem):
-        raise InputError(problem)
+        raise InputError(f'{problem}; to start without the tests, set {way_out}')
 
 
 def _has_passed(cache: CompilationCache | None, key: str) -> bool:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import KnownAnswer, floats, with_gradients
+from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
 from maxlm.model.layers import fp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
@@ -33,9 +33,7 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
     The formula multiplies the values of the codes, so that errors of the quantization do not count.
     """
     rng = np.random.default_rng(0)
-    do_RO, x_RI = (
-        jnp.asarray(rng.standard_normal((rows, size), np.float32), model.dtype) for size in (outputs, inputs)
-    )
+    do_RO, x_RI = (normal(rng, (rows, size), model.dtype) for size in (outputs, inputs))
     linear = Linear(
         (inputs,),
         (outputs,),
@@ -88,8 +86,8 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
 def norm_answer(model: ModelConfig, rows: int) -> KnownAnswer:
     """Returns the norm over the width of the model, and its gradients."""
     rng, D = np.random.default_rng(0), model.dim
-    do_RD, x_RD = (jnp.asarray(rng.standard_normal((rows, D), np.float32), model.dtype) for _ in range(2))
-    scale_D, bias_D = (jnp.asarray(rng.standard_normal(D, np.float32)) for _ in range(2))
+    do_RD, x_RD = (normal(rng, (rows, D), model.dtype) for _ in range(2))
+    scale_D, bias_D = (rng.standard_normal(D, np.float32) for _ in range(2))
     kind = NormKind(model.norm == 'layernorm', model.norm_epsilon, model.scan_layers)
 
     def run(do_RD: jax.Array, x_RD: jax.Array, scale_D: jax.Array, bias_D: jax.Array) -> tuple[jax.Array, ...]:
@@ -112,7 +110,7 @@ def activation_answer(model: ModelConfig, rows: int, width: int) -> KnownAnswer:
     """Returns the activation of the feed-forward layer, and its gradients."""
     rng = np.random.default_rng(0)
     count = 3 if model.activation in GATED_ACTIVATIONS else 2
-    arrays = [jnp.asarray(rng.standard_normal((rows, width), np.float32), model.dtype) for _ in range(count)]
+    arrays = [normal(rng, (rows, width), model.dtype) for _ in range(count)]
     function = ACTIVATIONS[model.activation]
     run_function = recomputed(function, in_loop=model.scan_layers)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.known_answers.answer import KnownAnswer, floats, with_gradients
+from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
 from maxlm.known_answers.layers import OTHER_VERSIONS
 from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import SINGLE_DEVICE
@@ -32,8 +32,8 @@ def loss_answer(config: Config, *, tokens: int, vocab_size: int) -> KnownAnswer:
     D, V = model.dim, vocab_size
     T = max(1, min(tokens, MAX_LOGITS // V))
     rng = np.random.default_rng(0)
-    hidden_BTD = jnp.asarray(rng.standard_normal((1, T, D), np.float32), model.dtype)
-    kernel_DV = jnp.asarray(rng.standard_normal((D, V), np.float32) * D**-0.5)
+    hidden_BTD = normal(rng, (1, T, D), model.dtype)
+    kernel_DV = rng.standard_normal((D, V), np.float32) * np.float32(D**-0.5)
     targets_BT = rng.integers(0, V, (1, T), np.int32)
     weights_BT = (rng.random((1, T)) < 0.9).astype(np.float32)
     settings: dict[str, Any] = {'z_loss': config.train.z_loss, 'logit_softcap': model.logit_softcap}

@@ -102,7 +102,8 @@ def run(
         check_checkpoint_size(sample)
         warn_of_known_faults(has_document_lists=lists_documents(sample, capability_of(jax.local_devices()[0])))
         layout = make_layout(sample.mesh)
-        check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
+        if sample.train.check_kernels:
+            check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
         opened = open_run(
             workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )

@@ -1,6 +1,7 @@
 """Tests that known answers accept the kernels, and find and name wrong ones."""
 
 import dataclasses
+import importlib.metadata
 import re
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxlm.errors import InputError
 from maxlm.known_answers.answer import find_mistake, measure
 from maxlm.known_answers.attention import attention_answer, cache_answer
 from maxlm.known_answers.check import describe, wrong_kernel
@@ -197,3 +199,36 @@ def test_the_kernels_of_a_config():
     assert kinds(training_answers(experts))[-2:] == ['product of experts (model.expert_matmul=loop)'] * 2
     served = serving_answers(CONFIG, max_context=32, int8_cache=True)
     assert kinds(served) == ['attention to a cache of int8', *layers]
+
+
+def test_a_kernel_that_cannot_run_is_reported_and_the_others_are_tested():
+    def run(*inputs):
+        raise RuntimeError('RESOURCE_EXHAUSTED: Out of memory\nwhile allocating')
+
+    def not_installed(*inputs):
+        raise InputError('tokamax is not installed')
+
+    norm, untested = ANSWERS['norm'](), []
+    full = norm._replace(run=run)
+    assert wrong_kernel([full, norm], DEVICES, untested.append) == ''
+    assert untested == [
+        f'layernorm for {norm.shape} is not tested: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while allocating'
+    ]
+    assert 'gradient' in wrong_kernel([full, wrong(norm, 1, lambda x: 2 * x)], DEVICES, untested.append)
+    assert wrong_kernel([norm._replace(run=not_installed)], DEVICES) == 'tokamax is not installed'
+
+
+def test_inputs_of_waiting_tests_take_no_device_memory():
+    """All tests are created before the first one runs, so their inputs together could fill a device."""
+    for name in ('attention', 'cache', 'loss', 'norm', 'activation', 'experts'):
+        assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(ANSWERS[name]().inputs)), name
+
+
+def test_experts_without_tokamax_have_a_message(monkeypatch):
+    monkeypatch.setattr('maxlm.known_answers.experts.version', missing_package)
+    answer = experts_answer(dataclasses.replace(MODEL, expert_matmul='tokamax'), 16, 24)
+    assert '(found none)' in answer.remedy
+
+
+def missing_package(name):
+    raise importlib.metadata.PackageNotFoundError(name)

@@ -20,13 +20,15 @@ class Machine:
     def __init__(self, monkeypatch, cache):
         self.identity, self.problem, self.cache, self.runs, self.platform = dict(IDENTITY), '', cache, 0, 'gpu'
         self.mesh = types.SimpleNamespace(shape={'data': 1}, devices=np.array([self], object))
-        self.process_index, self.about = 0, 'config'
+        self.process_index, self.about, self.untested = 0, 'config', []
         monkeypatch.setattr(check, 'identify', lambda: self.identity)
         monkeypatch.setattr(check, 'wrong_kernel', self._wrong_kernel)
         monkeypatch.setattr(check, 'wrong_collective', lambda mesh: '')
 
-    def _wrong_kernel(self, answers, devices):
+    def _wrong_kernel(self, answers, devices, on_untested):
         self.runs += 1
+        for reason in self.untested:
+            on_untested(reason)
         assert devices == [self]
         return self.problem
 
@@ -81,6 +83,21 @@ def test_mistakes_and_corrupt_files_are_not_cached(machine, tmp_path):
     (file,) = tmp_path.glob('known-answers-*')
     file.write_bytes(file.read_bytes()[:-1])
     assert [machine.check(), machine.check()] == [1, 0]
+
+
+def test_untested_kernels_do_not_stop_a_run_and_are_tested_at_the_next_start(machine, caplog):
+    caplog.set_level('WARNING', logger='maxlm')
+    machine.untested = ['layernorm is not tested']
+    assert [machine.check(), machine.check()] == [1, 1]
+    assert 'layernorm is not tested' in caplog.text
+    machine.untested = []
+    assert [machine.check(), machine.check()] == [1, 0]
+
+
+def test_the_message_names_a_way_to_start_anyway(machine):
+    machine.problem = 'layernorm computes wrong results'
+    with pytest.raises(InputError, match=r'to start without the tests, set train\.check_kernels=false'):
+        machine.check()
 
 
 def test_the_result_of_another_process_stops_this_one(machine, monkeypatch):

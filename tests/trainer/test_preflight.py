@@ -183,6 +183,9 @@ def test_a_wrong_kernel_stops_the_run_before_it_has_a_workdir(dataset, tmp_path,
     assert capsys.readouterr().err == 'error: attention computes wrong results\n'
     assert not workdir.exists()
     assert {'attention within documents (model.attention=xla)', 'cross-entropy'} < set(kernels)
+    kernels.clear()
+    train.main(arguments(dataset, workdir, train__check_kernels=False, train__num_steps=1))
+    assert not kernels
 
 
 def test_peak_is_measured_unless_configured(monkeypatch):

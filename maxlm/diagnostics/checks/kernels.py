@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from maxlm.config.schema import Config
@@ -38,13 +39,17 @@ def check_kernels(context: CheckContext) -> CheckResult:
         return evaluate_kernels(faults, 0, [])
     answers, mesh = training_answers(config), make_layout(config.mesh).mesh
     # All processes run the collectives, even if a kernel is wrong.
-    problems = [wrong_kernel(answers, jax.local_devices()), wrong_collective(mesh)]
-    return evaluate_kernels(faults, len(answers), problems)
+    untested: list[str] = []
+    problems = [wrong_kernel(answers, jax.local_devices(), untested.append), wrong_collective(mesh)]
+    return evaluate_kernels(faults, len(answers), problems, untested)
 
 
-def evaluate_kernels(faults: list[KnownFault], num_kernels: int, problems: list[str]) -> CheckResult:
+def evaluate_kernels(
+    faults: list[KnownFault], num_kernels: int, problems: list[str], untested: Sequence[str] = ()
+) -> CheckResult:
     """Evaluates the faults of the libraries, and the problems of the tested kernels; an empty text is no problem."""
     findings = [warning(f'known fault: {fault.effect} ({fault.source})', fault.remedy) for fault in faults]
+    findings += [warning(reason, 'free device memory, or test with a smaller batch') for reason in untested]
     findings += [
         failure(problem, 'change the setting, the version or the device that the message names')
         for problem in problems

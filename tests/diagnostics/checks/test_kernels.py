@@ -22,7 +22,7 @@ def tested(monkeypatch):
     """Makes the CPU a TPU for the check, and records the tested kernels."""
     found = []
     monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
-    monkeypatch.setattr(check, 'wrong_kernel', lambda answers, devices: found.extend(answers) or '')
+    monkeypatch.setattr(check, 'wrong_kernel', lambda answers, devices, on_untested: found.extend(answers) or '')
     return found
 
 
@@ -39,6 +39,7 @@ def test_the_kernels_of_the_config_are_tested(tested, monkeypatch):
 def test_faults_are_warnings_and_wrong_results_failures():
     fault = evaluate_kernels([EMPTY_DOCUMENTS], 0, [])
     assert (fault.status, fault.remedy) == (CheckStatus.WARNING, EMPTY_DOCUMENTS.remedy)
+    assert evaluate_kernels([], 5, ['', ''], ['layernorm is not tested']).status is CheckStatus.WARNING
     wrong = evaluate_kernels([EMPTY_DOCUMENTS], 5, ['', 'layernorm computes wrong results'])
     assert wrong.status is CheckStatus.FAILURE
     assert wrong.message.startswith('layernorm computes wrong results; known fault: attention')
