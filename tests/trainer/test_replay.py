@@ -16,7 +16,7 @@ from maxlm.training.step import HOLD
 from tests.conftest import ROOT
 
 RESULTS = ROOT / 'benchmarks/results/replay_faults_cpu2.json'
-# The sign of an element, the highest bit of its exponent, and a bit of its mantissa. Rounding may remove the lowest ones.
+# The sign of an element, the highest bit of its exponent, and a bit of its mantissa. Rounding may remove lower ones.
 BITS = (31, 30, 12)
 STEP = TRAINED + 1
 
