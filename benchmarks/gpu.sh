@@ -40,7 +40,8 @@ import jax
 if jax.default_backend() != "gpu":
     sys.exit(f"error: no GPU: JAX runs on {jax.default_backend()}")
 ' || exit 2
-mkdir -p "$out"
+# A measurement that fails or is killed may leave its file here, and runs again at the next call.
+mkdir -p "$out/unfinished"
 # The fraction that training uses; see launch/gpu_node.sh.
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 cache=~/.cache/maxlm/benchmarks
@@ -58,8 +59,10 @@ run() { # NAME SECONDS MODULE [ARGUMENT …]: runs in a separate process; a fail
   fi
   echo "-- $name"
   timeout --kill-after=10 "$((left < longest ? left : longest))" \
-    "$python" -m "$module" --output="$out/$name.json" "$@" || code=$?
-  if ((code)); then
+    "$python" -m "$module" --output="$out/unfinished/$name.json" "$@" || code=$?
+  if ((code == 0)); then
+    mv "$out/unfinished/$name.json" "$out/$name.json"
+  else
     echo "error: $name: $( ((code == 124)) && echo 'took too long' || echo "exit code $code")" >&2
     failed+=("$name")
   fi
