@@ -5,9 +5,9 @@
 The model is that of configs/1b.py in float32 with width 128. It trains on the bytes of this repository, with the guard
 disabled. Prints the spikes of each run, as defined in benchmarks/step.py.
 
-The learning rate was chosen because it shows the effect. In single runs of similar models with one seed, a warm-up of 5
-steps had no spike with 3e-4, 1e-3, 2e-3 and 3e-3, and warm-ups of 5 and of 35 steps both had one with 3.6e-3. The seeds
-with spikes change with the text of the repository.
+The learning rate was chosen because it shows the effect. In single runs of similar models, a warm-up of 5 steps had no
+spike with 3e-4, 1e-3, 2e-3 and 3e-3. With 3.6e-3, warm-ups of 5 and of 35 steps both had one. The seeds with spikes
+change with the text of the repository.
 """
 
 from __future__ import annotations
