@@ -12,6 +12,7 @@ from benchmarks.replay_faults import COLLECTIVE, MEMORY, NONE, TRAINED, WITHIN, 
 from maxlm.errors import EXIT_DEVICE, EXIT_PREEMPTED, DeviceError
 from maxlm.training.replay import ROUNDING
 from maxlm.training.run_control import BadSteps
+from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.step import HOLD
 from tests.conftest import ROOT
 
@@ -233,6 +234,33 @@ def test_a_bad_step_that_is_good_in_its_replay_is_the_fault_of_a_device(single, 
     with pytest.raises(DeviceError, match=f'step {TRAINED + step} computed twice'):
         Run(single, monkeypatch, wrong=(step - 1,))
     assert [event['cause'] for event in events] == ['device']
+
+
+def test_a_spike_halves_the_window_once(monkeypatch):
+    """A spike also changes a window that is not full, so the replay needs the window before the step."""
+    young = Model(guard__spike_window=64)
+    monkeypatch.setattr(young.replays, '_config', Run.without_replays(young.config))
+    reporter = Reporter()
+    monkeypatch.setattr(young.replays, '_reporter', reporter)
+    young.replays.begin(TRAINED)
+
+    def put(like, value):
+        return jax.device_put(np.full(like.shape, value, like.dtype), like.sharding)
+
+    def first():
+        # Losses and gradient norms are far below those of the next steps.
+        good_QW, filled = young.state.window
+        return young.copy()._replace(window=SpikeStatistics(put(good_QW, -9.0), put(filled, 33)))
+
+    found = expected = None
+    for step in (STEP, STEP + 1):
+        found, reporter.pending = young.replays.step(step, young.program, found or first(), lambda: young.put(0))
+        expected, metrics = young.program(expected or first(), {**young.put(0), HOLD: young.go})
+        assert metrics['spike']
+    assert same(young.replays.settle(found), expected)
+    assert young.replays.metrics == {'replay/steps': 1, 'replay/differences': 0, 'replay/loss_difference': 0}
+    # Each of the two steps halved the window, and the replay of the first did not.
+    assert int(expected.window.filled) == 33 // 2 // 2
 
 
 def test_results_of_the_benchmark():

@@ -71,7 +71,7 @@ class Step:
 
         params = {**state.params, 'embedding': put(state.params['embedding'], loss)}
         metrics = {'loss': loss, 'skipped': skipped, 'bad': skipped, 'learning_rate': 1e-3}
-        metrics |= {'grad_norm': 2.0, 'param_norm': 3.0}
+        metrics |= {'grad_norm': 2.0, 'param_norm': 3.0, 'window_steps': 0}
         metrics = {name: jax.device_put(np.float32(value)) for name, value in metrics.items()}
         return state._replace(step=put(state.step, step), params=params), metrics
 
