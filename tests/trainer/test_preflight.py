@@ -34,10 +34,10 @@ def _compiled_once():
     """Caches the compiled step of each config for the tests of this module."""
     compile_train_step, cache = forecast.compile_train_step, {}
 
-    def compile_once(config, layout, *rest, options):
-        key = repr((config, layout.mesh, rest[1:]))
+    def compile_once(config, layout, *rest, **options):
+        key = repr((config, layout.mesh, rest[1:], options))
         if key not in cache:
-            cache[key] = compile_train_step(config, layout, *rest, options=options)
+            cache[key] = compile_train_step(config, layout, *rest, **options)
         return cache[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,7 +73,9 @@ def test_fitting_config_is_compiled():
 @pytest.fixture
 def estimated(monkeypatch):
     """Replaces compilation of a step by an estimate."""
-    monkeypatch.setattr(preflight, 'compile_for', lambda config, machine, *_: forecast.estimate(config, machine))
+    monkeypatch.setattr(
+        preflight, 'compile_for', lambda config, machine, *_, **options: forecast.estimate(config, machine)
+    )
 
 
 def test_sequence_length_of_the_first_step_is_compiled(estimated):
