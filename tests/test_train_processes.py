@@ -295,3 +295,11 @@ def test_the_launcher_of_a_node_starts_processes(dataset, two_processes, tmp_pat
     workdir, _ = two_processes
     assert losses(tmp_path / 'run') == losses(workdir)
     assert (tmp_path / 'run' / 'logs' / 'process-1.log').exists()
+
+
+def test_replays_of_two_processes_change_nothing(start, two_processes, tmp_path):
+    expected, _ = two_processes
+    train_together(start, 2, 4, 'replayed', settings=WANTED, guard__replay_fraction=1.0)
+    assert curve(tmp_path / 'replayed') == curve(expected)
+    last = [line for line in read_metrics(tmp_path / 'replayed') if 'replay/steps' in line][-1]
+    assert (last['step'], last['replay/steps'], last['replay/differences']) == (7, 7, 0)
