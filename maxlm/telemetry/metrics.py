@@ -107,7 +107,7 @@ METRICS: dict[str, Metric] = {
     ),
     'train/tokens': Metric('tokens', 'token positions in all batches so far'),
     'train/epoch': Metric('epochs', 'passes over the training split so far'),
-    'train/skipped': Metric('steps', 'steps skipped since the previous line'),
+    'train/newly_skipped_steps': Metric('steps', 'steps skipped since the previous line'),
     'train/skipped_steps': Metric(
         'steps', 'steps skipped so far because the loss or gradient norm spiked or was not finite'
     ),

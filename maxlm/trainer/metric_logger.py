@@ -248,7 +248,7 @@ class Reporter:
                 'train/param_norm': float(values['param_norm']),
                 'train/tokens': float(sequences * self._config.data.seq_len),
                 **({'train/epoch': sequences / self._windows_per_epoch} if self._windows_per_epoch else {}),
-                'train/skipped': float(self._interval.skipped),
+                'train/newly_skipped_steps': float(self._interval.skipped),
                 'train/skipped_steps': float(self._skipped),
                 'data/seq_len': float(self._config.context_at(step - 1)),
                 **batch_metrics,

@@ -152,7 +152,8 @@ def submitted(reporter, first, history):
 
 
 def maxima(values):
-    return tuple(values[f'train/{name}'] for name in ('loss', 'loss_max', 'grad_norm_max', 'skipped', 'skipped_steps'))
+    names = ('loss', 'loss_max', 'grad_norm_max', 'newly_skipped_steps', 'skipped_steps')
+    return tuple(values[f'train/{name}'] for name in names)
 
 
 def test_maxima_over_the_steps_since_the_previous_line():
@@ -184,7 +185,7 @@ def test_a_step_that_is_not_finite_does_not_vanish_in_the_maximum(bad, loss, gra
     history = [GOOD] * 6
     history[position] = bad
     submitted(reporter, 1, history)
-    values = [lines[3]['train/loss_max'], lines[3]['train/grad_norm_max'], lines[3]['train/skipped']]
+    values = [lines[3]['train/loss_max'], lines[3]['train/grad_norm_max'], lines[3]['train/newly_skipped_steps']]
     assert values == pytest.approx([loss, grad_norm, float(bad['skipped'])], nan_ok=True)
     assert maxima(lines[6])[1:4] == (1, 0.5, 0)
 
