@@ -27,14 +27,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from benchmarks.step import machine, random_batch, repository_text, text_tokens
+from benchmarks.step import machine, repository_text, resolve_here
+from benchmarks.text_steps import text_batch
 from maxlm.checkpoint.checksums import read_checksums
 from maxlm.checkpoint.manager import Checkpoints, saved_steps
-from maxlm.config.loading import load, split_overrides
-from maxlm.config.resolve import resolve
+from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.parallel.layout import make_layout
+from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.storage.jsonl import JsonlWriter, read_lines
+from maxlm.training.state import abstract_state, init_state
 
 ROOT = Path(__file__).parent.parent
 CHECKS = ('deterministic', 'resume')
@@ -48,7 +51,6 @@ STATE = frozenset({'params', 'optimizer'})
 STEPS_AFTER_SAVE = 3
 # Number of steps of a run that is killed before it ends.
 ENDLESS = 10**9
-MEAN_DOCUMENT, VOCABULARY = 1000, 50_257
 # Number of differences in the result.
 LISTED = 5
 POLL_SECONDS = 0.05
@@ -108,7 +110,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f'--save-step={save_step}: must be at least 1 and below --steps={options.steps}')
     overrides = ['train.deterministic=true', *overrides]
     if options.run:
-        run_steps(_resolved(options.config, overrides), options.run, steps=options.steps, save_step=save_step)
+        run_steps(resolve_here(options.config, overrides), options.run, steps=options.steps, save_step=save_step)
         return EXIT_DONE
     names = options.checks.split(',')
     if unknown := set(names) - set(CHECKS):
@@ -186,11 +188,6 @@ def run_steps(config: Config, workdir: Path, *, steps: int, save_step: int) -> N
         steps: number of the last step.
         save_step: step after which a checkpoint is saved, as after the last one.
     """
-    # Only this process may initialize the devices.
-    from maxlm.parallel.layout import make_layout
-    from maxlm.planning.compiled.compile import compile_train_step
-    from maxlm.training.state import abstract_state, init_state
-
     workdir.mkdir(parents=True, exist_ok=True)
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
@@ -216,26 +213,7 @@ def run_steps(config: Config, workdir: Path, *, steps: int, save_step: int) -> N
 
 def make_batch(config: Config, text: np.ndarray, step: int) -> dict[str, np.ndarray]:
     """Returns the batch of a step, which depends only on the seed and the step."""
-    rng = np.random.default_rng((config.data.seed, step))
-    rows, window = config.train.global_batch_size, config.data.seq_len
-    batch = random_batch(rng, rows, window, config.model.vocab_size, MEAN_DOCUMENT)
-    return batch | text_tokens(rng, text, rows, window)
-
-
-def _resolved(spec: str, overrides: Sequence[str]) -> Config:
-    import jax
-
-    from maxlm.hardware.chips import capability_of
-
-    config = load(spec, overrides)
-    return resolve(
-        config,
-        platform=jax.default_backend(),
-        num_devices=jax.device_count(),
-        vocab_size=config.model.vocab_size or VOCABULARY,
-        windows=1,
-        capability=capability_of(jax.local_devices()[0]),
-    )
+    return text_batch(np.random.default_rng((config.data.seed, step)), text, config)
 
 
 def _run(settings: Settings, workdir: Path) -> None:

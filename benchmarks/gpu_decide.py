@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.step import machine
-from benchmarks.text_steps import resolve_here, text_batches
+from benchmarks.step import machine, resolve_here
+from benchmarks.text_steps import text_batches
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code

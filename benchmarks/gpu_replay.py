@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.step import machine
-from benchmarks.text_steps import resolve_here, text_batches
+from benchmarks.step import machine, resolve_here
+from benchmarks.text_steps import text_batches
 from maxlm.checkpoint.checksums import start_checksums
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
@@ -32,10 +32,9 @@ from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.training.objectives import Batch
+from maxlm.training.replay import Cause, Rounding, StepResult, find_cause
 from maxlm.training.state import TrainState, abstract_state, init_state
 
-# Relative difference of losses and gradient norms that rounding in bfloat16 explains.
-ROUNDING = {'loss': 1e-3, 'grad_norm': 0.05}
 # Number of differing steps that the result describes.
 DESCRIBED = 20
 
@@ -89,42 +88,40 @@ def replay(config: Config, steps: int) -> dict[str, Any]:
         state, first, first_seconds = _compute(step, state, batch)
         _, second, second_seconds = _compute(step, before, batch)
         seconds += [first_seconds, second_seconds]
-        if difference := compare(first, second):
+        if difference := compare(first, second, dtype=config.model.dtype):
             differences.append({'step': number, **difference})
             print(f'step {number}: {json.dumps(difference)}', flush=True)
-    assert math.isfinite(first['loss']), 'a step without a finite loss shows nothing'
+    assert math.isfinite(first.loss), 'a step without a finite loss shows nothing'
     return {
         'steps': steps,
         'different': len(differences),
         'beyond_rounding': sum(each['beyond_rounding'] for each in differences),
         'differences': differences[:DESCRIBED],
-        'loss': first['loss'],
+        'loss': first.loss,
         'step_seconds': statistics.median(seconds),
     }
 
 
-def compare(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any] | None:
+def compare(first: StepResult, second: StepResult, *, dtype: str) -> dict[str, Any] | None:
     """Returns a description of the differences between two computations of a step, or None if all bits are equal."""
-    pairs = {name: (first[name], second[name]) for name in ROUNDING}
-    changed = int(np.sum(first['params'] != second['params']))
-    if not changed and all(_is_close(a, b, 0) for a, b in pairs.values()):
+    cause = find_cause(first, second, dtype=dtype, is_deterministic=False)
+    if cause is Cause.DATA:
         return None
-    is_rounding = all(_is_close(a, b, ROUNDING[name]) for name, (a, b) in pairs.items())
-    return {**pairs, 'changed_arrays': changed, 'arrays': len(first['params']), 'beyond_rounding': not is_rounding}
+    return {
+        **{name: (getattr(first, name), getattr(second, name)) for name in Rounding._fields},
+        'changed_arrays': int(np.any(first.checksums != second.checksums, axis=0).sum()),
+        'arrays': first.checksums.shape[1],
+        'beyond_rounding': cause is Cause.DEVICE,
+    }
 
 
-def _is_close(a: float, b: float, tolerance: float) -> bool:
-    """Compares two numbers by their relative difference. NaN is equal to NaN."""
-    return math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))
-
-
-def _compute(step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any], float]:
+def _compute(step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, StepResult, float]:
     start = time.perf_counter()
     state, metrics = step(state, batch)
     jax.block_until_ready((state, metrics))
     seconds = time.perf_counter() - start
-    values = jax.device_get((metrics, start_checksums({'params': state.params})['params']))
-    return state, {**{name: values[0][name].item() for name in ROUNDING}, 'params': values[1]}, seconds
+    metrics, checksums = jax.device_get((metrics, start_checksums({'params': state.params})['params']))
+    return state, StepResult(checksums=checksums, **{name: float(metrics[name]) for name in Rounding._fields}), seconds
 
 
 if __name__ == '__main__':

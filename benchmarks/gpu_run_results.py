@@ -80,7 +80,8 @@ def describe_export(directory: Path) -> dict[str, int]:
     parameters = num_bytes = 0
     for path in directory.glob('*.safetensors'):
         with safe_open(path, 'numpy') as file:
-            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+            names = file.keys()
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
         num_bytes += path.stat().st_size
     return {'parameters': parameters, 'bytes': num_bytes}
 

@@ -205,14 +205,13 @@ class Model:
         for number in range(TRAINED):
             state, _ = self.program(state, {**self.put(number), step.HOLD: self.go})
         self.state = state
-        self.replays = Replays(
-            self.config,
-            self.layout,
-            reporter=SimpleNamespace(running=None, bad_steps=BadSteps(), flush=lambda: None),  # type: ignore[arg-type]
-            recorder=SimpleNamespace(timeline=Timeline(), record_event=lambda *_, **__: None),  # type: ignore[arg-type]
-            throughput=SimpleNamespace(paused=contextlib.nullcontext),  # type: ignore[arg-type]
-            saved_steps=list,
-        )
+        # The attributes of a run that replays use.
+        parts: dict[str, Any] = {
+            'reporter': SimpleNamespace(running=None, bad_steps=BadSteps(), flush=lambda: None),
+            'recorder': SimpleNamespace(timeline=Timeline(), record_event=lambda *_, **__: None),
+            'throughput': SimpleNamespace(paused=contextlib.nullcontext),
+        }
+        self.replays = Replays(self.config, self.layout, **parts, saved_steps=list)
         self.expected = self.losses(0)
 
     def put(self, number: int, fault: np.ndarray = NONE) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ import jax
 import numpy as np
 
 from maxlm.config.loading import load, split_overrides
-from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import capability_of, find_peak
@@ -42,7 +42,7 @@ from maxlm.parallel.layout import make_layout
 from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.forecast import compile_for
-from maxlm.planning.machine import present_machine
+from maxlm.planning.machine import local_resolver, present_machine
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.training.state import abstract_state, init_state
 
@@ -58,6 +58,8 @@ NEIGHBORS, FIRST, SPIKE = 4, 4, 0.10
 # 30 % per step, a small lag is a large difference. In the same two results, bfloat16 and fp8 differ by at most 3 %
 # there and by 0.6 % later, except at steps 28 and 29.
 EARLY, SAME_EARLY, SAME_LOSS = 15, 0.10, 0.05
+# Vocabulary of configs that take it from the data set, and mean tokens of a document.
+VOCABULARY, MEAN_DOCUMENT = 50_257, 1000
 # Number of last steps whose mean loss is printed.
 LAST = 10
 # Metrics of each step in the result, by name of the step's metric.
@@ -78,8 +80,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--name', help='name of the result (default: the config)')
     parser.add_argument('--steps', type=int, default=20, help='timed steps (default 20)')
     parser.add_argument('--warmup', type=int, default=3, help='steps before the timed ones (default 3)')
-    parser.add_argument('--vocab-size', type=int, default=50_257, help='for configs that take it from the data set')
-    parser.add_argument('--document', type=int, default=1000, help='mean tokens of a document (default 1000)')
+    parser.add_argument('--vocab-size', type=int, default=VOCABULARY, help='for configs that take it from the data set')
+    parser.add_argument('--document', type=int, default=MEAN_DOCUMENT, help='mean tokens of a document (default 1000)')
     parser.add_argument('--tokens', choices=('random', 'text'), default='random', help='text: of this repository')
     parser.add_argument(
         '--xla', action='append', default=[], metavar='NAME=VALUE', help="an option of XLA's; repeatable"
@@ -91,15 +93,7 @@ def main(argv: list[str]) -> int:
     _set_xla(options.xla)
     other = _read_other(options.beside)
 
-    config = load(options.config, overrides)
-    config = resolve(
-        config,
-        platform=jax.default_backend(),
-        num_devices=jax.device_count(),
-        vocab_size=config.model.vocab_size or options.vocab_size,
-        windows=1,
-        capability=capability_of(jax.local_devices()[0]),
-    )
+    config = resolve_here(options.config, overrides, vocab_size=options.vocab_size)
     result = {
         'name': options.name or options.config,
         'overrides': overrides,
@@ -125,6 +119,21 @@ def main(argv: list[str]) -> int:
     for failure in failures:
         print(f'error: {failure}', file=sys.stderr)
     return EXIT_FAILED if failures else EXIT_DONE
+
+
+def resolve_here(spec: str, overrides: Sequence[str], *, vocab_size: int = VOCABULARY) -> Config:
+    """Returns a config resolved for the devices of this process.
+
+    Args:
+        spec: config file, with a variant after a colon.
+        overrides: overrides as `section.key=value`.
+        vocab_size: vocabulary of configs that take it from the data set.
+
+    Raises:
+        InputError: the config or an override is not usable.
+    """
+    config = load(spec, overrides)
+    return local_resolver(vocab_size=config.model.vocab_size or vocab_size, windows=1)(config)
 
 
 def measure(

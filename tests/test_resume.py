@@ -6,7 +6,6 @@ The matrix has objectives as rows and kinds of interruption as columns. An excep
 
 import functools
 import shutil
-import signal
 
 import pytest
 
@@ -14,8 +13,8 @@ from maxlm import grpo, train
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
-from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.rollouts import RolloutBatches
+from tests.ended_runs import KilledError
 from tests.small_posttraining import (
     WINDOW,
     grpo_arguments,
@@ -52,32 +51,6 @@ EXPERTS = {
     'model__num_dense_layers': 1,
 }
 EVERY_STEP = {**NEXT_TOKEN, 'train__num_steps': 4, 'checkpoint__save_interval_steps': 1}
-
-
-class KilledError(BaseException):
-    """Simulates SIGKILL, because no code of the run handles it."""
-
-
-@pytest.fixture
-def end_at(monkeypatch):
-    """Returns a function that makes the next run end after dispatching a given step."""
-
-    def end_at(step, how):
-        original = Reporter.submit
-
-        def submit(self, number, *words):
-            original(self, number, *words)
-            if number == step:
-                if how == 'killed':
-                    raise KilledError
-                # The signal is sent twice, as by an impatient user.
-                signal.raise_signal(signal.SIGTERM)
-                signal.raise_signal(signal.SIGTERM)
-
-        monkeypatch.setattr(Reporter, 'submit', submit)
-
-    yield end_at
-    monkeypatch.undo()
 
 
 def without_workdir(words):

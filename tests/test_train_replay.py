@@ -14,19 +14,11 @@ from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer.replay import Replays
 from maxlm.training.replay import is_replayed
 from tests.small_posttraining import grpo_arguments, make_preferences, make_prompts, preference_arguments
-from tests.test_resume import end_at  # noqa: F401
+from tests.test_resume import LAST, SETTINGS
 from tests.test_train import CONSTANT, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-LAST = 6
-SETTINGS = {
-    'train__num_steps': LAST,
-    'checkpoint__save_interval_steps': 2,
-    'checkpoint__max_to_keep': LAST,
-    'eval__interval': 2,
-    'eval__num_samples': 0,
-}
 TEXT = {**SETTINGS, **CONSTANT, 'optimizer__ema_decay': 0.9}
 
 
@@ -60,7 +52,7 @@ def test_replays_change_nothing(dataset, plain, tmp_path, fraction):
     assert replayed(plain) == read_goodput(plain).totals['replay'] == 0
 
 
-def test_a_resumed_run_replays_the_same_steps(dataset, plain, tmp_path, end_at, monkeypatch):  # noqa: F811
+def test_a_resumed_run_replays_the_same_steps(dataset, plain, tmp_path, end_at, monkeypatch):
     settings = {**TEXT, 'guard__replay_fraction': 1.0}
     end_at(3, 'stopped')
     assert run(dataset, tmp_path, **settings) == EXIT_PREEMPTED

@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from maxlm.config import schema
 from maxlm.config.loading import load, override
-from maxlm.config.resolve import resolve
-from maxlm.hardware.chips import capability_of
+from maxlm.planning.machine import local_resolver
 from maxlm.workdir.teacher import with_teacher
 
 if TYPE_CHECKING:
@@ -61,15 +58,8 @@ class Config(schema.Config):
         Raises:
             InputError: the values are inconsistent, or `train.per_device_batch_size` is `auto`.
         """
-        resolved = resolve(
-            with_teacher(self.replace({'data.path': dataset.path})),
-            platform=jax.default_backend(),
-            num_devices=jax.device_count(),
-            vocab_size=dataset.vocab_size,
-            windows=dataset.num_windows(self),
-            capability=capability_of(jax.local_devices()[0]),
-        )
-        return self._of(resolved)
+        resolver = local_resolver(vocab_size=dataset.vocab_size, windows=dataset.num_windows(self))
+        return self._of(resolver(with_teacher(self.replace({'data.path': dataset.path}))))
 
     @classmethod
     def _of(cls, config: schema.Config) -> Config:

@@ -48,6 +48,14 @@ def cudnn_version() -> str:
     return f'{number // 10_000}.{number // 100 % 100}.{number % 100}' if number else ''
 
 
+def installed_version(package: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _cuda_version() -> str:
     number = _from_jax('cuda_runtime_get_version')
     return f'{number // 1000}.{number % 1000 // 10}' if number else ''
@@ -66,11 +74,9 @@ def _from_jax(name: str) -> int:
 
 def _plugin(platform: str) -> str:
     for package in PLUGINS:
-        try:
-            if (package == 'libtpu') == (platform == 'tpu') and platform != 'cpu':
-                return f'{package} {importlib.metadata.version(package)}'
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        is_of_platform = (package == 'libtpu') == (platform == 'tpu') and platform != 'cpu'
+        if is_of_platform and (version := installed_version(package)):
+            return f'{package} {version}'
     return ''
 
 

@@ -5,9 +5,10 @@ The table contains faults that a run of maxlm can meet. The tests in `maxlm.know
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from typing import NamedTuple
+
+from maxlm.hardware.identity import installed_version
 
 # Oldest version of cuDNN that supports entries of length 0 in its list of documents.
 CUDNN_WITH_EMPTY_DOCUMENTS = (9, 25)
@@ -74,21 +75,13 @@ def known_faults(found: Libraries, *, has_document_lists: bool) -> list[KnownFau
 
 def installed_libraries(cudnn: str) -> Libraries:
     """Returns the installed versions. `cudnn` is the loaded version; '': unknown."""
-    plugins = {number for number in (12, 13) if _is_installed(f'jax-cuda{number}-plugin')}
-    return Libraries(_numbers(importlib.metadata.version('jaxlib')), max(plugins, default=0), _numbers(cudnn))
+    plugins = {number for number in (12, 13) if installed_version(f'jax-cuda{number}-plugin')}
+    return Libraries(_numbers(installed_version('jaxlib') or ''), max(plugins, default=0), _numbers(cudnn))
 
 
 def describe(fault: KnownFault) -> str:
     """Returns a fault as one line."""
     return f'{fault.effect} ({fault.source}); {fault.remedy}'
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _numbers(version: str) -> tuple[int, ...]:

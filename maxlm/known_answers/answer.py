@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# Remedy for a kernel of XLA.
+OTHER_VERSIONS = 'install other versions of jaxlib and its plugin'
 # Distance from 1 to the next number, by dtype. Kernels accumulate in float32, but round factors, intermediate values
 # and results, each with a root mean square of a fifth of this distance. For float32 it is four times that of TF32, to
 # which matrix units of GPUs truncate factors.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
+from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.attention.decode import attend_slots
 from maxlm.model.attention.kernels import AttentionInputs, choose_attention_kernel
 from maxlm.model.layers.kv_cache import Slots, encode
@@ -87,7 +87,7 @@ def attention_answer(
         (do, q, k, v, segments_BT),
         ('output', *GRADIENTS),
         model.dtype,
-        'set model.attention=xla' if model.attention != 'xla' else 'install other versions of jaxlib and its plugin',
+        'set model.attention=xla' if model.attention != 'xla' else OTHER_VERSIONS,
     )
 
 
@@ -124,7 +124,7 @@ def cache_answer(model: ModelConfig, *, rows: int, slots: int, int8: bool, heads
         (q_BTNH, k, v),
         ('output',),
         model.dtype,
-        'set --kv-cache-dtype=model' if int8 else 'install other versions of jaxlib and its plugin',
+        'set --kv-cache-dtype=model' if int8 else OTHER_VERSIONS,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 
 import maxlm
 from maxlm.errors import InputError
-from maxlm.hardware.identity import cudnn_version, identify
+from maxlm.hardware.identity import cudnn_version, identify, installed_version
 from maxlm.hardware.known_faults import describe as describe_fault
 from maxlm.hardware.known_faults import installed_libraries, known_faults
 from maxlm.known_answers.answer import KnownAnswer, Mistake, find_mistake
@@ -146,16 +145,9 @@ def _key(identity: dict[str, Any], about: Any) -> str:
     if not all(uuids):
         return ''
     versions = {name: identity.get(name) for name in ('driver', 'cuda', 'cudnn', 'plugin')}
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: installed_version(name) for name in PACKAGES}
     flags = {name: os.environ.get(name) for name in FLAGS}
     settings: Any = jax.config
     precision = settings.jax_default_matmul_precision
     facts = (maxlm.__version__, uuids, versions, packages, flags, precision, about)
     return f'known-answers-{hashlib.sha256(repr(facts).encode()).hexdigest()}'
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ''

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -15,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import KnownAnswer, normal
+from maxlm.hardware.identity import installed_version
+from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, normal
 from maxlm.model.experts.grouped_matmul import RowGroups, grouped_matmul
 
 # Largest error, relative to the norm of the array. Results in bfloat16 have an error of 0.0017.
@@ -36,10 +36,10 @@ def experts_answer(model: ModelConfig, inputs: int, outputs: int) -> KnownAnswer
     rows = int(SIZES.sum()) + UNUSED
     shapes = ((rows, inputs), (len(SIZES), inputs, outputs), (rows, outputs))
     arrays = (normal(rng, shape, model.dtype) for shape in shapes)
-    remedy = 'install other versions of jaxlib and its plugin'
+    remedy = OTHER_VERSIONS
     if kind == 'tokamax':
         remedy = (
-            f'install another version of tokamax (found {_tokamax_version()}), or set '
+            f'install another version of tokamax (found {installed_version("tokamax") or "none"}), or set '
             'model.expert_matmul=ragged_dot, which needs much more memory and time on GPUs'
         )
     elif kind == 'megablox':
@@ -54,13 +54,6 @@ def experts_answer(model: ModelConfig, inputs: int, outputs: int) -> KnownAnswer
         model.dtype,
         remedy,
     )
-
-
-def _tokamax_version() -> str:
-    try:
-        return version('tokamax')
-    except PackageNotFoundError:
-        return 'none'
 
 
 def _run(

@@ -20,12 +20,6 @@ MAX_ROWS = 4096
 DECODED_ROWS, MAX_SLOTS = 8, 8192
 
 
-def lists_documents(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Returns True if the steps of a resolved config pass lists of documents to cuDNN, on GPUs of this capability."""
-    has_lists = config.data.document_mask and config.mesh.context == config.mesh.stage == 1
-    return config.model.attention == 'cudnn' and has_lists and capability is not None and capability >= (9, 0)
-
-
 def training_settings(config: Config) -> tuple[Any, ...]:
     """Returns all settings of a resolved config on which `training_answers` depends."""
     data, train = config.data, config.train

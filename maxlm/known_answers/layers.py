@@ -12,7 +12,7 @@ from flax import nnx
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
+from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.layers import fp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
@@ -23,8 +23,6 @@ from maxlm.parallel.partitioning import SINGLE_DEVICE
 # Bits of the sums in which GPUs accumulate 8-bit floats, and the number of products after which a sum is rounded down:
 # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2.
 FP8_SUM_BITS, FP8_SUM_LENGTH = 14, 32
-
-OTHER_VERSIONS = 'install other versions of jaxlib and its plugin'
 
 
 def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> KnownAnswer:

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.known_answers.answer import KnownAnswer, floats, normal, with_gradients
-from maxlm.known_answers.layers import OTHER_VERSIONS
+from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.training.losses.cross_entropy import cross_entropy

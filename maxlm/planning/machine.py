@@ -9,10 +9,12 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
+from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.hardware.chips import Chip, capability_of, find_chip, host_memory
 from maxlm.parallel.layout import island_of
@@ -48,11 +50,28 @@ class Machine:
     efficiency: Efficiency | None = None
 
 
-def sample_config(config: Config, resolve: Callable[[Config], Config]) -> Config:
+def local_resolver(*, vocab_size: int, windows: int | None) -> partial[Config]:
+    """Returns `resolve` for the devices of this process, and the processes that it trains with.
+
+    Args:
+        vocab_size: size of the vocabulary of the data.
+        windows: number of sequences of an epoch; None if the data has none.
+    """
+    return partial(
+        resolve,
+        platform=jax.default_backend(),
+        num_devices=jax.device_count(),
+        vocab_size=vocab_size,
+        windows=windows,
+        capability=capability_of(jax.local_devices()[0]),
+    )
+
+
+def sample_config(config: Config, resolver: Callable[[Config], Config]) -> Config:
     """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
     if config.train.per_device_batch_size == AUTO:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
-    return resolve(config)
+    return resolver(config)
 
 
 def machine_of(target: Target, config: Config) -> Machine:

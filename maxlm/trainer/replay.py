@@ -135,8 +135,8 @@ class Replays:
         if self._reporter.running is None:
             state = self._replay_if_bad(state)
         elif self._last and not self._reporter.bad_steps.in_a_row:
-            # Of several bad steps in a row only the first is replayed, so that a run that diverges is not three times
-            # slower.
+            # Only the first of consecutive bad steps is replayed, because a replay takes the time of two steps, and a
+            # diverging run has many bad steps.
             hold = self._last.metrics['bad']
         execution, state = self._execute(step, program, state, make_batch, hold)
         self._reporter.flush()

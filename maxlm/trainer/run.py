@@ -9,18 +9,18 @@ from typing import Protocol
 
 import jax
 
-from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, DeviceError, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
 from maxlm.known_answers.check import check_kernels, warn_of_known_faults
-from maxlm.known_answers.kernels import lists_documents, training_answers, training_settings
+from maxlm.known_answers.kernels import training_answers, training_settings
 from maxlm.log import logger
+from maxlm.model.attention.cudnn import lists_documents
 from maxlm.parallel.determinism import exclude_switch_sums
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.machine import sample_config
+from maxlm.planning.machine import local_resolver, sample_config
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
@@ -88,14 +88,7 @@ def run(
     with contextlib.ExitStack() as stack:
         cache = enable_compilation_cache(config.train.compilation_cache_dir)
         source, vocab_size = open_source(config, stack)
-        resolver: partial[Config] = partial(
-            resolve,
-            platform=jax.default_backend(),
-            num_devices=jax.device_count(),
-            vocab_size=vocab_size,
-            windows=source.windows_per_epoch,
-            capability=capability_of(jax.local_devices()[0]),
-        )
+        resolver = local_resolver(vocab_size=vocab_size, windows=source.windows_per_epoch)
         check_size(config, resolver)
         sample = sample_config(config, resolver)
         check_exportable(sample)

@@ -52,7 +52,7 @@ def start_facts(
         'versions': versions(),
         'git': checkout(),
         'devices': devices(),
-        # Of each process.
+        # One identity for each process.
         'identity': identities,
         'parameters': count_parameters(config.model),
         'active_parameters': count_active_parameters(config.model),

@@ -8,16 +8,10 @@ import pytest
 from benchmarks import gpu_decide
 from benchmarks.gpu_decide import FIRST, cause_of, main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
-from tests.conftest import ROOT
+from tests.benchmarks.tiny_model import TINY
 
 ARGUMENTS = [
-    f'--config={ROOT}/configs/tiny.py',
-    '--config.model.num_layers=1',
-    '--config.model.dim=16',
-    '--config.model.num_heads=1',
-    '--config.model.ffn_dim=16',
-    '--config.model.vocab_size=256',
-    '--config.data.seq_len=16',
+    *TINY,
     '--config.train.global_batch_size=8',
     f'--steps={FIRST + 3}',
     '--repeats=3',

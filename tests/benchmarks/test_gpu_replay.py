@@ -10,21 +10,16 @@ import pytest
 from benchmarks import gpu_replay
 from benchmarks.gpu_replay import compare, main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
-from tests.conftest import ROOT
+from maxlm.training.replay import StepResult
+from tests.benchmarks.tiny_model import TINY
 
 ARGUMENTS = [
-    f'--config={ROOT}/configs/tiny.py',
-    '--config.model.num_layers=1',
-    '--config.model.dim=16',
-    '--config.model.num_heads=1',
-    '--config.model.ffn_dim=16',
-    '--config.model.vocab_size=256',
-    '--config.data.seq_len=16',
+    *TINY,
     '--config.train.global_batch_size=16',
     '--config.train.per_device_batch_size=1',
     '--steps=3',
 ]
-SUMS = np.arange(4, dtype=np.uint32)
+SUMS = np.arange(4, dtype=np.uint32)[None]
 
 
 @pytest.fixture
@@ -79,18 +74,18 @@ def test_a_flipped_bit_of_a_parameter_is_found(run, monkeypatch, arguments):
 
 
 def test_differences():
-    first = {'loss': 3.0, 'grad_norm': 1.0, 'params': SUMS}
-    assert compare(first, first) is None
-    assert compare({**first, 'loss': math.nan}, {**first, 'loss': math.nan}) is None
+    first = StepResult(loss=3.0, grad_norm=1.0, param_norm=9.0, checksums=SUMS)
+    assert compare(first, first, dtype='bfloat16') is None
+    assert compare(first._replace(loss=math.nan), first._replace(loss=math.nan), dtype='bfloat16') is None
     for second, is_beyond in (
         ({'loss': 3.0000005}, False),
         ({'loss': 3.01}, True),
         ({'loss': math.nan}, True),
         ({'grad_norm': 1.001}, False),
         ({'grad_norm': 1.2}, True),
-        ({'params': SUMS[::-1]}, False),
+        ({'checksums': SUMS[:, ::-1]}, False),
     ):
-        assert compare(first, {**first, **second})['beyond_rounding'] == is_beyond
+        assert compare(first, first._replace(**second), dtype='bfloat16')['beyond_rounding'] == is_beyond
 
 
 def test_bad_input(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from maxlm.config.schema import Config
 from maxlm.diagnostics.context import CheckContext
@@ -23,7 +22,8 @@ def check_kernels(context: CheckContext) -> CheckResult:
     from maxlm.hardware.known_faults import installed_libraries, known_faults
     from maxlm.known_answers.check import wrong_kernel
     from maxlm.known_answers.collectives import wrong_collective
-    from maxlm.known_answers.kernels import lists_documents, training_answers
+    from maxlm.known_answers.kernels import training_answers
+    from maxlm.model.attention.cudnn import lists_documents
     from maxlm.parallel.layout import make_layout
 
     platform = jax.default_backend()
@@ -61,19 +61,8 @@ def evaluate_kernels(
 
 
 def _resolved(config: Config) -> Config:
-    import jax
-
-    from maxlm.config.resolve import resolve
-    from maxlm.hardware.chips import capability_of
-    from maxlm.planning.machine import sample_config
+    from maxlm.planning.machine import local_resolver, sample_config
     from maxlm.workdir.teacher import with_teacher
 
-    resolver = partial(
-        resolve,
-        platform=jax.default_backend(),
-        num_devices=jax.device_count(),
-        vocab_size=config.model.vocab_size or VOCAB_SIZE,
-        windows=1,
-        capability=capability_of(jax.local_devices()[0]),
-    )
+    resolver = local_resolver(vocab_size=config.model.vocab_size or VOCAB_SIZE, windows=1)
     return sample_config(with_teacher(config), resolver)

@@ -16,6 +16,7 @@ from maxlm.diagnostics.checks.drivers import CUDA_PLUGINS, recommended_extra
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError
+from maxlm.hardware.identity import installed_version
 from maxlm.storage.errors import redact
 from maxlm.storage.object_store import EXTRAS
 
@@ -143,14 +144,6 @@ def evaluate_packages(
         also = f'; extras {", ".join(extras)}' if extras else ''
         findings.append(ok(f'{len(requirements.packages)} required, all installed: {named}{also}'))
     return combine(findings)
-
-
-def installed_version(name: str) -> str | None:
-    """Returns the version of a package, or None if it is not installed."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _problems(lines: Sequence[str], extra: str, version_of: Callable[[str], str | None]) -> Iterator[str]:

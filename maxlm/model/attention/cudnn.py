@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from maxlm.config.schema import Config
 from maxlm.parallel.partitioning import Partitioning
 
 # The length of a list assumes documents of at least TOKENS_PER_DOCUMENT tokens, and at most MAX_DOCUMENTS per row.
@@ -32,6 +33,8 @@ MAX_DOCUMENTS = 64
 MORE_LISTS = 'more_lists_of_documents'
 # Memory layout of cuDNN's outputs [B, N, T, H], which are stored as [B, T, N, H] like q.
 OUTPUT_LAYOUT = (0, 2, 1, 3)
+# Minimum compute capability of GPUs whose cuDNN accepts lists of documents: Hopper.
+DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class Documents(NamedTuple):
@@ -44,6 +47,13 @@ class Documents(NamedTuple):
 
     number_BT: jax.Array
     start_BX: jax.Array
+
+
+def lists_documents(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Returns True if the steps of a resolved config pass lists of documents to cuDNN, on GPUs of this capability."""
+    has_lists = config.data.document_mask and config.mesh.context == config.mesh.stage == 1
+    is_supported = capability is not None and capability >= DOCUMENTS_CAPABILITY
+    return config.model.attention == 'cudnn' and has_lists and is_supported
 
 
 def supports_documents(q_BTNH: jax.Array, partitioning: Partitioning) -> bool:
@@ -59,7 +69,8 @@ def supports_documents(q_BTNH: jax.Array, partitioning: Partitioning) -> bool:
 
     on_device = q_BTNH.size // (partitioning.num_shards('batch') * partitioning.num_shards('heads'))
     # Offsets of documents are int32 and counted in elements.
-    return on_device < 2**31 and fused_attention_stablehlo.check_compute_capability('9.0')
+    needed = '.'.join(map(str, DOCUMENTS_CAPABILITY))
+    return on_device < 2**31 and fused_attention_stablehlo.check_compute_capability(needed)
 
 
 def attend_documents(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import query_ranges
-from maxlm.model.attention.cudnn import documents_per_row
+from maxlm.model.attention.cudnn import documents_per_row, lists_documents
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
 from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
@@ -23,8 +23,6 @@ PRODUCTS = ('matrix', 'router', 'head', 'adapter')
 RECOMPUTED = ('full', 'offload')
 # Values of model.attention that are kernels of cuDNN.
 CUDNN_KERNELS = ('cudnn', 'cudnn_mask')
-# Minimum compute capability of GPUs whose cuDNN accepts document boundaries: Hopper.
-DOCUMENTS_CAPABILITY = (9, 0)
 
 
 class TokenFlops(NamedTuple):
@@ -104,10 +102,8 @@ def tied_head(model: ModelConfig) -> str:
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:
     """Returns True if a fused kernel takes documents as a mask array; see `maxlm.model.attention.cudnn`."""
-    lists_documents = config.model.attention == 'cudnn' and config.mesh.stage == 1
-    kernel_masks_documents = lists_documents and capability is not None and capability >= DOCUMENTS_CAPABILITY
     is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
-    return is_fused and config.data.document_mask and not kernel_masks_documents
+    return is_fused and config.data.document_mask and not lists_documents(config, capability)
 
 
 def attention_workspace(config: Config, capability: tuple[int, int] | None) -> int:
@@ -119,8 +115,8 @@ def attention_workspace(config: Config, capability: tuple[int, int] | None) -> i
     is_cudnn = model.attention in CUDNN_KERNELS and config.mesh.context == 1
     if not (config.train.deterministic and is_cudnn and capability is not None and capability[0] == 9):
         return 0
-    lists = model.attention == 'cudnn' and config.data.document_mask and config.mesh.stage == 1
-    rows = config.train.per_device_batch_size * (documents_per_row(window) if lists else 1)
+    listed = documents_per_row(window) if lists_documents(config, capability) else 1
+    rows = config.train.per_device_batch_size * listed
     return 2 * rows * (model.num_heads // config.mesh.tensor) * window**2
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.model.attention.cudnn import DOCUMENTS_CAPABILITY
 from maxlm.planning.estimate.experts import (
     activation_dim,
     dispatch_bytes,
@@ -21,7 +22,7 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.flops import CUDNN_KERNELS, DOCUMENTS_CAPABILITY
+from maxlm.planning.estimate.flops import CUDNN_KERNELS
 from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.work import (
     forward_passes,
