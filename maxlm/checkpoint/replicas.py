@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.errors import DeviceError
 from maxlm.runtime.barrier import ProcessGroup
+from maxlm.storage.json_text import parse_json
 
 
 class ReplicaDifference(NamedTuple):
@@ -96,7 +97,7 @@ def check_replicas(trees: Mapping[str, Any], device_sums: Mapping[str, np.ndarra
     text = group.broadcast_from_host0(json.dumps(found) if found else '')
     if not text:
         return
-    difference = ReplicaDifference(*json.loads(text))
+    difference = ReplicaDifference(*parse_json(text))
     hosts = group.gather(socket.gethostname())
     devices = _devices(trees)
     at_fault = _processes(devices, difference.wrong)

@@ -96,7 +96,7 @@ def test_mosaic_computes_only_multiples_of_its_width(tokamax, shapes, expected):
 
 
 def test_wrong_kernels_are_named(tokamax, monkeypatch):
-    monkeypatch.setattr(experts, 'version', lambda name: '0.0.17')
+    monkeypatch.setattr(experts, 'installed_version', lambda name: '0.0.17')
     config = dataclasses.replace(small_config().model, expert_matmul='tokamax', dtype='float32')
     answers = [experts_answer(config, 32, 24)]
     assert wrong_kernel(answers, jax.devices()[:1]) == ''
