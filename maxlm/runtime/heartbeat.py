@@ -174,8 +174,9 @@ class Heartbeats:
             self._silent_ticks = 0 if report.sequence_number != self._report.sequence_number else self._silent_ticks
             self._report = report
             if report.reason and not self._stop.is_set():
-                if self._id == 0:
-                    self._stop.wait(LINGER_SECONDS)
+                # An error of this process found meanwhile ends it with its own reason; see `exit_all`.
+                if self._id == 0 and self._stop.wait(LINGER_SECONDS):
+                    return
                 self._exit_with_others(report.reason, report.code_of(self._id))
 
     def _watch_loop(self) -> None:

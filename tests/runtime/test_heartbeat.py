@@ -2,10 +2,12 @@
 
 import json
 import signal
+import threading
 
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_PREEMPTED
+from maxlm.runtime import heartbeat
 from maxlm.runtime.heartbeat import FailureReport, Heartbeats, diagnose
 from tests.forking import forking
 
@@ -62,3 +64,26 @@ def test_process_lost_during_shutdown_keeps_the_exit_code(parent, suspended, tmp
     if suspended != -1:
         pair[suspended].send_signal(signal.SIGCONT)
     assert [process.wait(60) for process in pair] == [3, 3], pair[0].stderr + pair[1].stderr
+
+
+@pytest.mark.parametrize('own_error', [True, False])
+def test_an_error_of_process_0_has_precedence(monkeypatch, own_error):
+    heartbeats = Heartbeats()
+    exits = []
+    monkeypatch.setattr(heartbeat, 'TICK_SECONDS', 0)
+    monkeypatch.setattr(heartbeat, 'LINGER_SECONDS', 60 if own_error else 0)
+
+    def exit_with_others(reason, code):
+        exits.append(reason)
+        heartbeats._stop.set()
+
+    def exchange():
+        # Process 0 finds the error while it waits for the others to read the report.
+        if own_error:
+            threading.Timer(0.05, heartbeats._stop.set).start()
+        return FailureReport(1, False, 'process 1: wrong values')
+
+    monkeypatch.setattr(heartbeats, '_exit_with_others', exit_with_others)
+    monkeypatch.setattr(heartbeats, '_exchange', exchange)
+    heartbeats._exchange_loop()
+    assert exits == ([] if own_error else ['process 1: wrong values'])
