@@ -1,0 +1,1 @@
+"""Commands that list, evaluate, use, convert and serve checkpoints."""

@@ -1,0 +1,1 @@
+"""Commands that train, and that restart, show and report runs."""
