@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.gpu_attention import case_of
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.known_answers.experts import (
+from maxlm.training.known_answers.experts import (
     TOLERANCE,
     exact_products,
     product_errors,

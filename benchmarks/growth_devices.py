@@ -28,7 +28,7 @@ import jax
 from benchmarks.data import random_tokens, write_dataset
 from benchmarks.growth_curves import Curve
 from benchmarks.growth_steps import count_instructions
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, exit_code

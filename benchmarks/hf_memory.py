@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.step import machine
-from maxlm import hf
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.cli.models import hf
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.serialization import to_json

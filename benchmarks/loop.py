@@ -130,7 +130,7 @@ class Bench:
 
     def import_seconds(self) -> float:
         """Returns the seconds of a process that only imports the modules of a run."""
-        module = 'maxlm.commands.train' if self._runs else 'maxlm.training.step'
+        module = 'maxlm.cli.execution.train' if self._runs else 'maxlm.training.step'
         start = time.perf_counter()
         self._call('-c', f'import {module}')
         return time.perf_counter() - start

@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.data import random_tokens, write_dataset
 from benchmarks.step import machine, random_batch
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config

@@ -38,12 +38,12 @@ class Fault(NamedTuple):
 
 
 TRAIN, RESUME, PROCESSES, KILLED = (
-    'tests/test_train.py::',
-    'tests/test_resume.py::',
-    'tests/test_train_processes.py::',
-    'tests/test_train_processes_killed.py::',
+    'tests/cli/runs/test_train.py::',
+    'tests/cli/runs/test_resume.py::',
+    'tests/cli/runs/test_train_processes.py::',
+    'tests/cli/runs/test_train_processes_killed.py::',
 )
-ENDINGS, BUCKETS = 'tests/test_train_guards.py::', 'tests/test_train_buckets.py::'
+ENDINGS, BUCKETS = 'tests/cli/runs/test_train_guards.py::', 'tests/cli/runs/test_train_buckets.py::'
 STOP, MIRROR = 'tests/runtime/test_preemption.py::', 'tests/workdir/test_uploader.py::'
 BUCKET, FAILURES = 'tests/checkpoint/test_bucket_checkpoints.py::', 'tests/checkpoint/test_failures.py::'
 FAULTS = (
@@ -51,7 +51,7 @@ FAULTS = (
         'kill',
         'kill -9 at a random time of a run, including saves',
         'the restarted run ends with the same losses and parameters as an uninterrupted run, bit for bit',
-        ('tests/test_train_killed.py',),
+        ('tests/cli/runs/test_train_killed.py',),
     ),
     Fault(
         'kill-save',
@@ -218,7 +218,7 @@ FAULTS = (
         'crash-loop',
         'a run that fails repeatedly',
         'it is restarted as long as it makes progress',
-        ('tests/test_supervise_decisions.py', 'tests/test_supervise.py'),
+        ('tests/cli/runs/test_supervise_decisions.py', 'tests/cli/runs/test_supervise.py'),
     ),
     Fault(
         'alerts',

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.storage.paths import Kind, PathOption
 
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as directory:
             for kind, measured in starts.items():
                 measured.append(first_step(options.config, options.data, Path(directory), kind))
-    helps = {verb: [run('-m', f'maxlm.{verb}', '--help') for _ in rounds] for verb in VERBS}
+    helps = {verb: [run('-m', f'maxlm.{verb}', '--help') for _ in rounds] for verb in COMMANDS}
     # Imported here, because benchmarks.step imports JAX.
     from benchmarks.step import machine
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import tokenizers
 
 from benchmarks.step import machine
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 

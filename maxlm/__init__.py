@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = '0.2.0'
+# `python -m maxlm.train` and `python -m maxlm.COMMAND` find the modules of the commands.
+__path__ += [f'{__path__[0]}/cli/{group}' for group in ('setup', 'runs', 'models')]
 # Names of the Python API, and the modules that define them.
 _EXPORTS = {
     'Config': 'maxlm.api.config',

@@ -1,21 +1,12 @@
-"""Errors, exit codes and termination of commands: one line for the user, an exit code for scripts."""
+"""Errors and exit codes of commands: one line for the user, an exit code for scripts."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import errno
 import os
-import re
 import select
-import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, NoReturn
-
-from maxlm.console import make_output_optional, survive_lost_terminal
-from maxlm.renames import OPTIONS, report_renamed
 
 EXIT_DONE = 0
 # The run itself failed, e.g. its loss is not finite.
@@ -31,11 +22,8 @@ EXIT_BROKEN_PIPE = 141
 # Maximum number of characters of an error message.
 _MAX_MESSAGE = 4000
 
-# Argument that makes a command return its parser. No command line can contain NUL.
-_GIVE_PARSER = '\0'
 # Errors of paths, which do not disappear when the command is repeated.
 _PATH_ERRORS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
-_REPEATED = re.compile(r'argument (\S+): =')
 
 
 def escape_controls(text: str) -> str:
@@ -81,58 +69,10 @@ class DeviceError(Exception):
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM or SIGHUP was received; see `exit_on_termination`.
+    """SIGTERM or SIGHUP was received; see `maxlm.runtime.termination.exit_on_termination`.
 
     Code that re-raises KeyboardInterrupt also re-raises this.
     """
-
-
-class _ParserError(Exception):
-    """Carries the parser out of the main function of a command; see `parser_of`."""
-
-    def __init__(self, parser: ArgumentParser):
-        self.parser = parser
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """argparse with InputError for errors: one line and exit code 2, like all invalid input.
-
-    If the error of a `type` starts with `=`, the message starts with the option: `--option=value: …`.
-    """
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Accepts underscores in option names, and former option names; see `maxlm.renames`."""
-        command = self.prog.rpartition('maxlm ')[2]
-        words = list(sys.argv[1:] if args is None else args)
-        if words == [_GIVE_PARSER]:
-            raise _ParserError(self)
-        end = words.index('--') if '--' in words else len(words)
-        words[:end] = [self._current(command, word) for word in words[:end]]
-        return super().parse_known_args(words, namespace)
-
-    def _current(self, command: str, word: str) -> str:
-        name, equals, value = word.partition('=')
-        kebab = name.replace('_', '-')
-        current = OPTIONS.get(command, {}).get(kebab, kebab)
-        if not name.startswith('--') or current not in self._option_string_actions:
-            return word
-        if current != kebab:
-            report_renamed(f'{command} {kebab}', current)
-        return f'{current}{equals}{value}'
-
-    def error(self, message: str) -> NoReturn:
-        if match := _REPEATED.match(message):
-            raise InputError(message.replace(match[0], f'{match[1]}=', 1))
-        raise InputError(f'{message} (see {self.prog} --help)')
-
-
-def parser_of(main: Callable[[list[str]], int]) -> ArgumentParser:
-    """Returns the parser of a command with this main function, without running the command."""
-    try:
-        main([_GIVE_PARSER])
-    except _ParserError as carrier:
-        return carrier.parser
-    raise TypeError(f'{main.__module__}.{main.__qualname__} does not parse its arguments with ArgumentParser')
 
 
 def flag(name: str) -> str:
@@ -147,15 +87,6 @@ def surrogate_in(text: str) -> int:
     except UnicodeEncodeError as error:
         return error.start
     return -1
-
-
-def text_argument(value: str) -> str:
-    """Returns the value of a text option; an argparse type that rejects values that are not UTF-8."""
-    place = surrogate_in(value)
-    if place >= 0:
-        byte = len(os.fsencode(value[:place]))
-        raise argparse.ArgumentTypeError(f'byte {byte} of the value is not UTF-8; use UTF-8 text')
-    return value
 
 
 def os_message(error: OSError) -> str:
@@ -210,70 +141,3 @@ def _is_stdout_closed() -> bool:
         # stdout was replaced by an object that is not a file.
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def run_command(command: Callable[[list[str]], int | None], *, output_is_optional: bool = False) -> int:
-    """Runs `command` as the main function of this process with its arguments, and returns its exit code.
-
-    SIGTERM and the loss of the terminal (SIGHUP) end the command with EXIT_PREEMPTED; see `exit_on_termination`.
-
-    Args:
-        command: main function.
-        output_is_optional: see `survive_lost_terminal`.
-    """
-    survive_lost_terminal(output_is_optional=output_is_optional)
-    exit_on_termination()
-    code = exit_code(command, sys.argv[1:])
-    # The process may exit only after a second or two, as with JAX. Another signal would change the exit code, which a
-    # launcher reports as a crash. A failed command can still be ended.
-    action = signal.SIG_IGN if code in (EXIT_DONE, EXIT_DEVICE, EXIT_PREEMPTED) else signal.SIG_DFL
-    for number in termination_signals():
-        signal.signal(number, action)
-    return code
-
-
-def termination_signals() -> tuple[signal.Signals, ...]:
-    """Returns SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
-    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return (signal.SIGTERM,) if is_ignored else (signal.SIGTERM, signal.SIGHUP)
-
-
-def signal_reason(number: int) -> str:
-    """Returns the name of a signal, with its cause if that is not obvious."""
-    if number != signal.SIGHUP:
-        return signal.Signals(number).name
-    # The programs that read the output end at the same time.
-    make_output_optional()
-    return 'SIGHUP (the terminal was closed)'
-
-
-def exit_on_termination() -> None:
-    """Makes the next SIGTERM or SIGHUP end the command with one line and EXIT_PREEMPTED; further ones are ignored.
-
-    The handler raises a TerminatedError, which `exit_code` handles. During imports, an exception would not work:
-    extension modules replace it with ImportError, and optional imports suppress it. The handler then exits immediately,
-    without closing contexts. During training, `maxlm.runtime.preemption.StopRequest` handles the signals.
-    """
-    numbers = termination_signals()
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        message = f'{signal_reason(number)}: stopped; run the same command again to continue'
-        if not _is_importing(frame):
-            raise TerminatedError(message)
-        # print is not reentrant, and the signal may have interrupted it. The terminal may be closed.
-        with contextlib.suppress(OSError):
-            os.write(2, f'{message}\n'.encode())
-        os._exit(EXIT_PREEMPTED)
-
-    for number in numbers:
-        signal.signal(number, receive)
-
-
-def _is_importing(frame: FrameType | None) -> bool:
-    while frame:
-        if frame.f_code.co_filename.startswith('<frozen importlib'):
-            return True
-        frame = frame.f_back
-    return False

@@ -18,7 +18,7 @@ os.environ |= {
     'JAX_COMPILATION_CACHE_DIR': str(PROGRAMS / 'processes'),
     'JAX_COMPILATION_CACHE_MAX_SIZE': str(2**33),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': str(MIN_COMPILE_SECONDS),
-    # Tests compare the outputs of commands. tests/test_next.py tests the `Next:` lines.
+    # Tests compare the outputs of commands. tests/cli/test_hints.py tests the `Next:` lines.
     'MAXLM_HINTS': '0',
 }
 
@@ -35,7 +35,8 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from maxlm import log, prepare
+from maxlm import log
+from maxlm.cli.setup import prepare
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.data.loader.skipped_batches import data_index
 from maxlm.planning import gpu_compiler

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping
 from unittest import mock
 
-from maxlm import supervise, train
+from maxlm.cli.runs import supervise, train
 from maxlm.errors import EXIT_FAILED, exit_code
 from maxlm.supervision.elastic import ElasticSupervisor
 from tests.slow_batches import slow_down_batches

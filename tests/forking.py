@@ -211,10 +211,10 @@ def main() -> None:
             # The forked process raises the error again and shows it in its output.
             with contextlib.suppress(Exception):
                 importlib.import_module(request['target'].partition(':')[0])
-                if 'maxlm.train' in sys.modules:
+                if request['target'] in ('maxlm.train', 'maxlm.grpo'):
                     # A training command imports these modules only after it has parsed its arguments.
-                    importlib.import_module('maxlm.commands.train')
-                    importlib.import_module('maxlm.trainer.rollouts')
+                    for name in ('cli.runs.grpo', 'cli.execution.train', 'trainer.rollouts'):
+                        importlib.import_module(f'maxlm.{name}')
             with warnings.catch_warnings():
                 # Python 3.12 warns about forking because NumPy's BLAS has a thread.
                 warnings.simplefilter('ignore', DeprecationWarning)

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.data.prepare import partitions
 from maxlm.data.prepare.pipeline import WORK_DIRECTORY
 from maxlm.errors import exit_code

@@ -18,11 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from maxlm import checkpoints, hf, quantize, report
+from maxlm.cli.models import checkpoints, hf, quantize
+from maxlm.cli.runs import report
 from maxlm.errors import EXIT_DONE, exit_code
 
 # A command imports its implementation only after it has parsed its arguments.
-for name in ('maxlm.commands.checkpoints', 'maxlm.commands.hf', 'maxlm.commands.quantize', 'maxlm.reporting.page'):
+for name in (
+    'maxlm.cli.execution.checkpoints',
+    'maxlm.cli.execution.hf',
+    'maxlm.cli.execution.quantize',
+    'maxlm.reporting.page',
+):
     importlib.import_module(name)
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], list[str]]] = {

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from maxlm import train
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED
 from maxlm.telemetry.metrics import read_metrics
 from tests.forking import free_port

@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from maxlm import grpo, train
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.runs import grpo, train
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
 
 # A command imports its implementation only after it has parsed its arguments.
-for name in ('maxlm.commands.train', 'maxlm.trainer.rollouts'):
+for name in ('maxlm.cli.execution.train', 'maxlm.trainer.rollouts'):
     importlib.import_module(name)
 
 VERBS = {'train': train.main, 'grpo': grpo.main}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.data.tokenizer.tokenizer import Tokenizer

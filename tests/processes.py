@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import InputError, exit_code
 from maxlm.trainer import batch_source
 from tests.forking import forking

@@ -13,7 +13,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import exit_code
 from maxlm.trainer.step_runner import StepRunner
 

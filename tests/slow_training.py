@@ -21,9 +21,9 @@ from typing import Any
 
 import jax
 
-from maxlm import train
 from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.manager import Checkpoints
+from maxlm.cli.runs import train
 from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.evaluation.validation import Validation
@@ -32,7 +32,7 @@ from maxlm.trainer.metric_logger import Reporter
 from maxlm.workdir.files import goodput_name
 
 # A command imports its implementation only after it has parsed its arguments.
-importlib.import_module('maxlm.commands.train')
+importlib.import_module('maxlm.cli.execution.train')
 
 EVERY = 10
 LAST = 40

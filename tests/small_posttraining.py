@@ -9,10 +9,10 @@ from typing import Any
 
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_DONE
+from tests.cli.runs.test_train import SMALL
 from tests.conftest import ROOT
 from tests.preparing import run as prepare
 from tests.starting import MODEL, make_start
-from tests.test_train import SMALL
 
 CONFIG = f'--config={ROOT}/configs/tiny.py'
 WINDOW = 64

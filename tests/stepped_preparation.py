@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.data.dataset.preparation import is_preparing, manifest_version
 from maxlm.data.executors.executor import OnProgress
 from maxlm.data.prepare import partitions

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / 'maxlm'
@@ -84,7 +84,7 @@ def imports(source):
 def upward(package, source):
     """Returns the packages and commands above `package`, or forbidden to it, that a source text of it imports."""
     ours, _ = imports(source)
-    used = {package_of(name) if name in MODULES else name for name in ours} & {*RANK, *VERBS, '__main__'}
+    used = {package_of(name) if name in MODULES else name for name in ours} & {*RANK, *COMMANDS, '__main__'}
     used -= {package}
     forbidden = LAYERS[RANK[package]].forbidden
     return {
@@ -101,7 +101,7 @@ def test_descriptions_of_layers_equal_the_docstrings_of_packages():
     described = {name: (PACKAGE / name.replace('.', '/') / '__init__.py').read_text() for name in packages}
     contents = {layer.name: f'"""{layer.contents}"""\n' for layer in LAYERS if layer.name not in MODULES}
     assert contents == described
-    assert {name for name in MODULES if '.' not in name} == {*VERBS, '__main__', *RANK} - {*contents}
+    assert {name for name in MODULES if '.' not in name} == {*COMMANDS, '__main__', *RANK} - {*contents}
 
 
 @pytest.mark.parametrize('package', RANK)
@@ -114,7 +114,7 @@ def test_a_package_imports_only_lower_layers_and_its_libraries(package):
 
 
 def test_the_libraries_of_commands():
-    commands = {*VERBS, '__main__'}
+    commands = {*COMMANDS, '__main__'}
     used = set().union(*(imports(MODULES[name.replace('-', '_')].read_text())[1] for name in commands))
     assert used == OF_COMMANDS
 
@@ -124,7 +124,7 @@ def test_the_libraries_of_commands():
     [
         ('runtime', 'import maxlm.train', {'train'}),
         ('runtime', 'from maxlm import train', {'train'}),
-        ('planning', 'def f():\n    from maxlm.prepare import main', {'prepare'}),
+        ('planning', 'def f():\n    from maxlm.cli.setup.prepare import main', {'prepare'}),
         ('data.loader', 'from maxlm.model.decoder import Decoder', {'model'}),
         ('data.formats', 'if 1:\n    import maxlm.training.step', {'training'}),
         ('model', 'from maxlm.parallel import layout\nfrom maxlm.data.loader import windows', {'data.loader'}),

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
-from tests.test_train import arguments
 
 STEPS = 2
 

@@ -7,7 +7,7 @@ import pytest
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
 from maxlm.telemetry.events import read_events
 from maxlm.workdir.files import CONFIG, read_config
-from tests.test_train import CONSTANT, curve, run
+from tests.cli.runs.test_train import CONSTANT, curve, run
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from maxlm.hf import main as hf
+from maxlm.cli.models.hf import main as hf
 from tests.adapters import adapter_arrays
 from tests.faults import how_many
 from tests.forking import forking

@@ -7,15 +7,15 @@ import sys
 import pytest
 
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.setup.prepare import main as prepare
 from maxlm.errors import EXIT_BROKEN_PIPE, EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.prepare import main as prepare
 from maxlm.telemetry.events import read_events
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import CONSTANT, arguments, curve, run
 from tests.conftest import ROOT
 from tests.killing import stage, write_corpus
 from tests.lost_terminal import on_terminal
 from tests.preparing import contents
-from tests.test_train import CONSTANT, arguments, curve, run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
 SETTINGS = {'eval__interval': 0, 'train__num_steps': 20, **CONSTANT}
@@ -94,7 +94,7 @@ def test_a_supervised_command_saves_once_and_is_not_restarted(tmp_path):
 # Prints until it is stopped.
 PRINTING = """
 import sys, time
-from maxlm.errors import run_command
+from maxlm.cli.process import run_command
 
 def main(argv):
     while True:
@@ -145,7 +145,9 @@ def test_signals_of_other_commands(number, ignored, code):
 @pytest.mark.parametrize('closed', ['>&-', '2>&-', '<&- >&- 2>&-'])
 def test_commands_without_output_descriptors(tmp_path, closed):
     # A file that the command opens must not receive its output.
-    command = 'from maxlm.errors import run_command; run_command(lambda argv: print(open("file", "w").fileno() > 2))'
+    command = (
+        'from maxlm.cli.process import run_command; run_command(lambda argv: print(open("file", "w").fileno() > 2))'
+    )
     done = subprocess.run(
         ['sh', '-c', f'"$0" -c "$1" {closed}; echo $? >code', sys.executable, command],
         cwd=tmp_path,

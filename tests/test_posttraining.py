@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from maxlm import grpo, train
+from maxlm.cli.runs import grpo, train
 from maxlm.errors import EXIT_DONE
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import read_config

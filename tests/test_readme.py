@@ -153,10 +153,12 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     assert 5 <= len(lines) <= 8
     monkeypatch.chdir(runs)
     monkeypatch.setattr('sys.stdin', io.StringIO('Hello\n/quit\n'))
-    # tests/test_serve.py runs the loop of the server and compiles all programs.
+    # tests/cli/models/test_serve.py runs the loop of the server and compiles all programs.
     monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
     served = []
-    monkeypatch.setattr('maxlm.commands.serve.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE)
+    monkeypatch.setattr(
+        'maxlm.cli.execution.serve.serve_until_stopped', lambda running: served.append(running) or EXIT_DONE
+    )
     outputs = []
     for line in lines:
         module, *argv = shlex.split(line)[2:]

@@ -5,7 +5,8 @@ import tarfile
 
 import pytest
 
-from maxlm import plan, train
+from maxlm.cli.runs import train
+from maxlm.cli.setup import plan
 from maxlm.config.loading import default, from_json, load
 from maxlm.config.schema import SECTIONS
 from maxlm.config.serialization import to_json

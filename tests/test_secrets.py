@@ -8,15 +8,15 @@ import sys
 import pytest
 import zstandard
 
+from maxlm.cli.runs.report import main
 from maxlm.config.loading import load
 from maxlm.config.serialization import HIDDEN, public_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
-from maxlm.report import main
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments, run
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.faults import measured
-from tests.test_train import arguments, run
 
 # Each secret ends with a unique marker, so that parts of it are also found.
 MARK = 'not-a-real-secret'

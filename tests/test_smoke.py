@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from maxlm import generate
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.cli.models import generate
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry.events import read_events
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import read_config
-from tests.test_train import curve, ends, params_of, run, same
+from tests.cli.runs.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 from tests.conftest import ROOT
 
 # Libraries that every command may import, and those of some commands. ml_collections imports absl and yaml.
@@ -72,7 +72,7 @@ def imported(module, calls=()):
     return {*done.stdout.splitlines()[-1].split()}
 
 
-@pytest.mark.parametrize('verb', VERBS)
+@pytest.mark.parametrize('verb', COMMANDS)
 def test_help_and_invalid_arguments_import_few_libraries(verb):
     found = imported(f'maxlm.{verb}', [['--help'], ['--nonsense']])
     # Cython registers the module of its runtime.
@@ -82,6 +82,6 @@ def test_help_and_invalid_arguments_import_few_libraries(verb):
 def test_the_libraries_of_a_run():
     assert imported('maxlm.train') - {'cython_runtime'} <= ALLOWED | OF_VERBS['train']
     # Control in another process: the implementation imports libraries, and none that only some runs need.
-    found = imported('maxlm.commands.train')
+    found = imported('maxlm.cli.execution.train')
     assert found >= OF_RUNS
     assert found & HEAVY == set()

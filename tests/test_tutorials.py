@@ -39,7 +39,7 @@ def directory(tmp_path, monkeypatch):
 @pytest.mark.nightly
 def test_commands_run_in_order(directory, monkeypatch, capsys):
     monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
-    monkeypatch.setattr('maxlm.commands.serve.serve_until_stopped', lambda running: EXIT_DONE)
+    monkeypatch.setattr('maxlm.cli.execution.serve.serve_until_stopped', lambda running: EXIT_DONE)
     commands = [words for name in PAGES for words in command_lines(page(name))]
     assert len(commands) >= 18
     for _, _, module, *argv in commands:

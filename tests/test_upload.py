@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from maxlm import hf, prepare
+from maxlm.cli.models import hf
+from maxlm.cli.setup import prepare
 from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.storage.bucket import Bucket

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from maxlm.cli.hints import print_next
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.errors import InputError
-from maxlm.hints import print_next
 from maxlm.workdir.files import CHAT_TEMPLATE
 
 

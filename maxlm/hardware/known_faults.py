@@ -1,6 +1,6 @@
 """Versions of libraries that compute wrong results on GPUs, according to public reports.
 
-The table contains faults that a run of maxlm can meet. The tests in `maxlm.known_answers` find others.
+The table contains faults that a run of maxlm can meet. The tests in `maxlm.training.known_answers` find others.
 """
 
 from __future__ import annotations

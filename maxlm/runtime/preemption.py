@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from maxlm.errors import signal_reason, termination_signals
+from maxlm.runtime.termination import signal_reason, termination_signals
 
 
 class StopRequest:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterator
 
 import uvicorn
 
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message, termination_signals
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
 from maxlm.log import logger
+from maxlm.runtime.termination import termination_signals
 from maxlm.serving.app import make_app
 from maxlm.serving.http_protocol import connection_class
 from maxlm.serving.limits import ServerLimits

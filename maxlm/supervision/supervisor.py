@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from maxlm.config.serialization import public_command
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError, signal_reason, termination_signals
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
+from maxlm.runtime.termination import signal_reason, termination_signals
 from maxlm.supervision.restarts import Policy, RestartHistory, newest_step, next_action
 
 # Maximum delay until a pause reacts to a signal.

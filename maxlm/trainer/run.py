@@ -14,8 +14,6 @@ from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, DeviceError, InputError
 from maxlm.hardware.chips import capability_of
 from maxlm.huggingface.final_export import FinalExport, check_exportable
-from maxlm.known_answers.check import check_kernels, warn_of_known_faults
-from maxlm.known_answers.kernels import training_answers, training_settings
 from maxlm.log import logger
 from maxlm.model.attention.cudnn import lists_documents
 from maxlm.parallel.determinism import exclude_switch_sums
@@ -33,6 +31,8 @@ from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_tea
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
+from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
+from maxlm.training.known_answers.kernels import training_answers, training_settings
 from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
 from maxlm.workdir.teacher import with_teacher

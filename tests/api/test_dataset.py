@@ -6,9 +6,9 @@ import jax
 import pytest
 
 import maxlm
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.errors import EXIT_DONE, InputError, exit_code
-from tests.test_train import SMALL, curve, run
+from tests.cli.runs.test_train import SMALL, curve, run
 
 
 def test_preparation_equals_the_command(tmp_path):

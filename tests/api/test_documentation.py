@@ -7,8 +7,8 @@ import re
 import pytest
 
 import maxlm
+from tests.cli.runs.test_train import SMALL
 from tests.conftest import ROOT
-from tests.test_train import SMALL
 
 MODULES = sorted({*maxlm._EXPORTS.values()})
 # The samples need a longer context than other tests.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import maxlm
-from maxlm import generate
+from maxlm.cli.models import generate
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, InputError, exit_code

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import maxlm
-from maxlm import plan
+from maxlm.cli.setup import plan
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 
 BIG = {'model.dim': 8192, 'model.num_layers': 64, 'model.num_heads': 64, 'model.num_kv_heads': 8}

@@ -7,7 +7,7 @@ import pytest
 import maxlm
 from maxlm.api.trainer import TrainingFailedError
 from maxlm.errors import InputError
-from tests.test_train import SMALL, curve, run
+from tests.cli.runs.test_train import SMALL, curve, run
 
 STEPS = 6
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from benchmarks.gpu_experts import OUTPUTS, Shape, check, find_mistakes
-from maxlm.known_answers import experts
+from maxlm.training.known_answers import experts
 
 SHAPE = Shape(rows=64, inputs=16, outputs=8, groups=4)
 

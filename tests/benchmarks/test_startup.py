@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import startup
 from benchmarks.startup import Seconds, main, medians, run
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 from maxlm.errors import EXIT_DONE, InputError
 
 
@@ -37,7 +37,7 @@ def test_output(tmp_path, monkeypatch, capsys):
     assert main(['--data=data', '--rounds=2', f'--output={output}']) == EXIT_DONE
     result = json.loads(output.read_text())
     assert result['first_step'] == {'cold': {'wall': 2, 'cpu': 0.5}, 'warm': {'wall': 3, 'cpu': 0.5}}
-    assert list(result['help']) == list(VERBS)
+    assert list(result['help']) == list(COMMANDS)
     assert result['machine']['jax']
     assert 'cold' in capsys.readouterr().out
     # Cold and warm starts of a round share the compilation cache, and rounds do not.

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm import checkpoints
 from maxlm.checkpoint.conversion.merge_lora import MergedReader, merge, merge_checkpoint, without_adapters
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.cli.models import checkpoints
 from maxlm.config.loading import from_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.load import load_model

@@ -6,9 +6,9 @@ from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, DAMAGED
+from tests.cli.models.test_checkpoints import flip
+from tests.cli.runs.test_train import arguments
 from tests.forking import forking
-from tests.test_checkpoints import flip
-from tests.test_train import arguments
 
 pytestmark = pytest.mark.multiprocess
 

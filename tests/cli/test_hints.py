@@ -1,14 +1,15 @@
 """Tests the `Next: …` lines: on stderr after success, with commands that parse; none in machine-readable output."""
 
-import importlib
 import os
 import shlex
 
 import pytest
 
-from maxlm import configs, plan, prepare, recipe, report
+from maxlm.cli.commands import module_of
+from maxlm.cli.hints import HINTS, print_next
+from maxlm.cli.runs import recipe, report
+from maxlm.cli.setup import configs, plan, prepare
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError
-from maxlm.hints import HINTS, print_next
 from tests.conftest import ROOT
 
 
@@ -46,10 +47,10 @@ def next_words(capsys, monkeypatch):
         with monkeypatch.context() as context:
             context.setattr(ArgumentParser, 'parse_args', parse_and_stop)
             with pytest.raises(ParsedError):
-                importlib.import_module(f'maxlm.{words[0]}').main(words[1:])
+                module_of(words[0]).main(words[1:])
             # Control: an option that the command does not have.
             with pytest.raises(InputError):
-                importlib.import_module(f'maxlm.{words[0]}').main([*words[1:], '--nonsense'])
+                module_of(words[0]).main([*words[1:], '--nonsense'])
 
     return next_words
 

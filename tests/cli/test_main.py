@@ -1,6 +1,5 @@
 """`maxlm VERB`: finding verbs, suggesting the nearest one, and help texts."""
 
-import importlib
 import os
 import re
 import shlex
@@ -10,7 +9,7 @@ import sys
 import pytest
 
 from maxlm import __main__
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, ArgumentParser, InputError, exit_code
 from tests.conftest import ROOT
 
@@ -31,9 +30,9 @@ def run(monkeypatch, capsys):
 def test_without_a_verb_the_verbs_are_listed(run):
     code, out, err = run()
     assert (code, err) == (EXIT_BAD_INPUT, '')
-    for verb, meaning in VERBS.items():
+    for verb, command in COMMANDS.items():
         assert f'  {verb} ' in out
-        assert meaning in out
+        assert command.help in out
 
 
 @pytest.mark.parametrize('word', ['--help', '-h'])
@@ -53,7 +52,7 @@ def test_a_mistyped_verb_names_the_nearest(run, typed, meant):
 
 
 def test_an_unknown_verb_lists_the_verbs(run):
-    assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: unknown command 'xyz'; available: {', '.join(VERBS)}\n")
+    assert run('xyz') == (EXIT_BAD_INPUT, '', f"error: unknown command 'xyz'; available: {', '.join(COMMANDS)}\n")
 
 
 def test_arguments_are_passed_to_the_verb(run):
@@ -62,10 +61,9 @@ def test_arguments_are_passed_to_the_verb(run):
     assert err.startswith('error: --checkpoint=nowhere: no checkpoint')
 
 
-@pytest.mark.parametrize('verb', VERBS)
+@pytest.mark.parametrize('verb', COMMANDS)
 def test_every_verb_has_main_run_and_help(verb, run, capsys):
-    module = importlib.import_module(f'maxlm.{verb}')
-    assert callable(module.run)
+    module = module_of(verb)
     with pytest.raises(SystemExit) as info:
         module.main(['--help'])
     out, err = capsys.readouterr()
@@ -84,7 +82,7 @@ def test_every_verb_has_main_run_and_help(verb, run, capsys):
 )
 def test_help_has_an_example(verb, words, capsys):
     with pytest.raises(SystemExit):
-        importlib.import_module(f'maxlm.{verb}').main([*words, '--help'])
+        module_of(verb).main([*words, '--help'])
     out = capsys.readouterr().out
     # argparse would join the lines of an example without a raw formatter.
     assert re.search(rf'^examples?:\n  maxlm {" ".join([verb, *words])} ', out, re.MULTILINE)
@@ -94,9 +92,9 @@ class ParsedError(Exception):
     """Stops a command after it has parsed its arguments."""
 
 
-@pytest.mark.parametrize('verb', VERBS)
+@pytest.mark.parametrize('verb', COMMANDS)
 def test_help_has_an_example_that_parses(verb, capsys, monkeypatch):
-    module = importlib.import_module(f'maxlm.{verb}')
+    module = module_of(verb)
     with pytest.raises(SystemExit):
         module.main(['--help'])
     # argparse may wrap the line.
@@ -121,7 +119,7 @@ def test_help_has_an_example_that_parses(verb, capsys, monkeypatch):
 
 def test_every_command_module_is_listed():
     modules = {path.stem for path in (ROOT / 'maxlm').glob('*.py') if '\ndef run(' in path.read_text()}
-    assert modules == set(VERBS)
+    assert modules == set(COMMANDS)
 
 
 @pytest.mark.multiprocess

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
 import socket
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm import errors
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.config import schema
 from maxlm.config.loading import load
 from maxlm.config.path_keys import PATHS, SOURCE, TASK
@@ -60,21 +58,6 @@ NO_PATH_KEYS = {
 }
 
 
-class _FoundError(Exception):
-    """Raised with the parser of a command, so that the command does not run."""
-
-
-def _parser_of(verb, monkeypatch):
-    def found(self, *_, **__):
-        raise _FoundError(self)
-
-    monkeypatch.setattr(errors.ArgumentParser, 'parse_args', found)
-    monkeypatch.setattr(errors.ArgumentParser, 'parse_known_args', found)
-    with pytest.raises(_FoundError) as info:
-        importlib.import_module(f'maxlm.{verb}').main(['--', 'x'] if verb == 'supervise' else [])
-    return info.value.args[0]
-
-
 def options_of(parser, prefix):
     """Yields each option of a parser and its subcommands as (command, name, action)."""
     for action in parser._actions:
@@ -102,9 +85,9 @@ def forgotten(options):
     ]
 
 
-@pytest.mark.parametrize('verb', VERBS)
-def test_every_option_that_takes_a_path_has_the_type(verb, monkeypatch):
-    assert forgotten(options_of(_parser_of(verb, monkeypatch), verb)) == []
+@pytest.mark.parametrize('verb', COMMANDS)
+def test_every_option_that_takes_a_path_has_the_type(verb):
+    assert forgotten(options_of(module_of(verb).make_parser(), verb)) == []
 
 
 def test_a_forgotten_option_is_found():
@@ -221,16 +204,15 @@ def required(command, replaced):
 def run_with(command, name, value):
     words = required(command, name)
     words += [f'{name}={value}'] if name.startswith('-') else [str(value)]
-    return exit_code(importlib.import_module(f'maxlm.{command.split()[0]}').main, words)
+    return exit_code(module_of(command.split()[0]).main, words)
 
 
 def path_options():
     """Returns (command, name, type) of all options that take a path."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for verb in VERBS:
-            for command, name, action in list(options_of(_parser_of(verb, monkeypatch), verb)):
-                if isinstance(action.type, PathOption | PathList):
-                    yield command, name, action.type
+    for verb in COMMANDS:
+        for command, name, action in options_of(module_of(verb).make_parser(), verb):
+            if isinstance(action.type, PathOption | PathList):
+                yield command, name, action.type
 
 
 OPTIONS = list(path_options())
@@ -239,7 +221,7 @@ NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
 
 def test_the_table_has_all_commands():
     assert len(OPTIONS) >= 45
-    assert {command.split()[0] for command, _, _ in OPTIONS} == set(VERBS) - {'configs', 'completion'}
+    assert {command.split()[0] for command, _, _ in OPTIONS} == set(COMMANDS) - {'configs', 'completion'}
 
 
 def url_rows():

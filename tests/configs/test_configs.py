@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from benchmarks.models import EXPERTS, MODELS, PLANS, Model, experts_row, main, plan_row, resolved, row
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code

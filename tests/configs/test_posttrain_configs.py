@@ -5,7 +5,7 @@ import json
 import pytest
 
 from examples.tasks import __main__ as tasks
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.config.loading import load
 from maxlm.config.validation_rl import check_grpo
 from maxlm.data.chat.encoder import ChatEncoder

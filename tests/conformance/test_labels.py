@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from maxlm.cli.setup.prepare import main as prepare
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.documents.conversation import parse_conversation
 from maxlm.data.documents.parse_record import entry_document, entry_format
@@ -18,7 +19,6 @@ from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.data.formats.registry import find_format
 from maxlm.errors import InputError
-from maxlm.prepare import main as prepare
 
 GOOD = (True, 1, 1.0, 'true', 'True', 'TRUE', ' true ', '1')
 BAD = (False, 0, 0.0, -0.0, 'false', 'False', 'FALSE', '0')

@@ -1,20 +1,22 @@
 """`Next: …` lines of `prepare`, `hf import`, `train` and `grpo`: each runs as printed."""
 
-import importlib
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 
-from maxlm import grpo, hf, prepare
-from maxlm.commands.training_hint import training_command
+from maxlm.cli.commands import module_of
+from maxlm.cli.hints import HINTS
+from maxlm.cli.models import hf
+from maxlm.cli.runs import grpo
+from maxlm.cli.setup import prepare
+from maxlm.cli.training_hint import training_command
 from maxlm.config.loading import load
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.errors import EXIT_DONE
-from maxlm.hints import HINTS
 from maxlm.workdir.files import CHAT_TEMPLATE, read_config
 from tests.conftest import ROOT
 from tests.documentation import command_lines
@@ -63,7 +65,7 @@ def run(capsys):
 
 def follow(run, words, *more):
     assert words[0] == 'maxlm'
-    return run(importlib.import_module(f'maxlm.{words[1]}').main, *words[2:], *more)
+    return run(module_of(words[1]).main, *words[2:], *more)
 
 
 def prepared(run, name, *options):

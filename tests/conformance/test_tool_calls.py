@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from maxlm.cli.setup.prepare import main as prepare
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
 from maxlm.data.chat.template import ChatTemplate
@@ -15,7 +16,6 @@ from maxlm.data.documents.document import Document
 from maxlm.data.documents.preference import parse_preference
 from maxlm.errors import InputError
 from maxlm.inference.prompts import chat_prompt
-from maxlm.prepare import main as prepare
 from maxlm.rewards.prompts import read_prompts
 from maxlm.serving.schema.errors import ApiError
 from tests.conformance.tool_messages import (

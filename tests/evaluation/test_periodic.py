@@ -6,15 +6,16 @@ import sys
 
 import pytest
 
-from maxlm import evaluate, train
+from maxlm.cli.models import evaluate
+from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.evaluation.periodic import task_text
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
 from tests.evaluation.core_bundles import write_bundle
 from tests.evaluation.harness_tasks import documents, write_tasks
-from tests.test_train import arguments
 
 # The spec is found without importing lm-eval, which takes seconds.
 needs_lm_eval = pytest.mark.skipif(importlib.util.find_spec('lm_eval') is None, reason='needs the extra eval')

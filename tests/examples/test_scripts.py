@@ -8,8 +8,8 @@ import pytest
 
 import maxlm
 from examples import chat_model, choose_hardware, learning_rates, own_loop, train_on_text
+from tests.cli.runs.test_train import SMALL
 from tests.conftest import ROOT
-from tests.test_train import SMALL
 
 SMALLER = {**SMALL, 'data.seq_len': 96}
 

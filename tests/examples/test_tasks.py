@@ -9,7 +9,7 @@ import pytest
 
 from examples.tasks import arithmetic, synth
 from examples.tasks.__main__ import KINDS, main
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.token_flags import is_target, token_ids
 from maxlm.data.dataset.records import load_manifest

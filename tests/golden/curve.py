@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_DONE
 from maxlm.telemetry.metrics import read_metrics
 from tests.cpu import fast_environment

@@ -12,7 +12,7 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file
 
-from maxlm import hf
+from maxlm.cli.models import hf
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.load import load_model
 from maxlm.model.decoder import Decoder

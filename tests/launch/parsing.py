@@ -1,8 +1,8 @@
 """Parses the arguments of maxlm's commands without running them."""
 
-import importlib
 from unittest import mock
 
+from maxlm.cli.commands import module_of
 from maxlm.config.loading import load, split_overrides
 from maxlm.errors import ArgumentParser
 
@@ -21,7 +21,7 @@ def parse(words):
     verb, *argv = words
     with mock.patch.object(ArgumentParser, 'parse_args', parse_only):
         try:
-            importlib.import_module(f'maxlm.{verb}').main(argv)
+            module_of(verb).main(argv)
         except _ParsedError as parsed:
             options = parsed.args[0]
     overrides, rest = split_overrides(argv)

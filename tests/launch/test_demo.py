@@ -9,7 +9,9 @@ import subprocess
 
 import pytest
 
-from maxlm import evaluate, generate, prepare, train
+from maxlm.cli.models import evaluate, generate
+from maxlm.cli.runs import train
+from maxlm.cli.setup import prepare
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests.conftest import ROOT
 

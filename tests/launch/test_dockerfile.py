@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 from tests.conftest import ROOT
 from tests.launch.images import (
     ARGUMENTS,
@@ -136,7 +136,7 @@ def test_entry_points():
     scripts = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['scripts']
     assert 'maxlm' in scripts
     server = exec_form('serve', 'ENTRYPOINT')
-    assert server[1] in VERBS
+    assert server[1] in COMMANDS
     options = parse([*server[1:], '--checkpoint=runs/tiny'])
     assert (options.host, options.port) == ('0.0.0.0', 8000)
     assert values('serve', 'EXPOSE') == ['8000']

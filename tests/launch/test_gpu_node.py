@@ -73,7 +73,7 @@ def test_elastic_nodes(programs, tmp_path):
     hosts = [programs.start(NODE, *options, *arguments(tmp_path, *config)) for _ in range(3)]
     calls = programs.wait_for(6, ready=True)
     assert len({joined(call)[0] for call in calls}) == 1
-    # The ranks and the coordinator come from maxlm.supervise.
+    # The ranks and the coordinator come from maxlm.cli.runs.supervise.
     assert sorted(joined(call)[1:] for call in calls) == [('6', str(rank), str(rank % 2)) for rank in range(6)]
     for host in hosts:
         host.terminate()

@@ -1,4 +1,4 @@
-"""Tests the installation of the GPU compiler with a fake pip; tests/test_plan_compiled.py compiles with a real one."""
+"""Tests the installation of the GPU compiler with a fake pip; `test_plan_compiled` compiles with a real one."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from importlib.metadata import version
 import jax
 import pytest
 
-from maxlm import plan
+from maxlm.cli.setup import plan
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_INTERRUPTED, InputError, exit_code
 from maxlm.planning import gpu_compiler
 from maxlm.planning.gpu_compiler import OPTION, VARIABLE, add_compiler

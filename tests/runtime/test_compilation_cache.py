@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import pytest
 from jax._src import compilation_cache
 
-from maxlm import plan
-from maxlm.commands import plan as commands_plan
+from maxlm.cli.execution import plan as commands_plan
+from maxlm.cli.setup import plan
 from maxlm.errors import InputError
 from maxlm.runtime.compilation_cache import SUFFIX, CompilationCache, enable_compilation_cache, enabled_cache
+from tests.cli.runs.test_train import arguments, curve
 from tests.conftest import ROOT
 from tests.forking import forking
-from tests.test_train import arguments, curve
 
 SETTINGS = (
     'jax_compilation_cache_dir',

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from maxlm.errors import EXIT_PREEMPTED, signal_reason
+from maxlm.errors import EXIT_PREEMPTED
 from maxlm.runtime.preemption import StopRequest
+from maxlm.runtime.termination import signal_reason
 from tests.conftest import ROOT
 
 
@@ -135,7 +136,7 @@ def test_notice_reaches_other_processes_as_sigterm(monkeypatch):
 # Behaves like `maxlm.train`: it gets a second signal during the save and a third after the loop.
 PROGRAM = """
 import atexit, os, signal, sys
-from maxlm.errors import run_command
+from maxlm.cli.process import run_command
 from maxlm.runtime.preemption import StopRequest
 
 def send():

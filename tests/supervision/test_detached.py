@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from maxlm.cli.runs.supervise import main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.supervise import main
 from maxlm.supervision import detached
 from maxlm.workdir.run_storage import cache_directory
 from tests.conftest import ROOT
@@ -107,7 +107,7 @@ def test_repeated_failures_are_reported(tmp_path):
 
 def test_slow_starts(tmp_path):
     program = (
-        'import sys; from maxlm.supervision import detached; from maxlm.supervise import main; '
+        'import sys; from maxlm.supervision import detached; from maxlm.cli.runs.supervise import main; '
         'detached.START_SECONDS = 0.5; sys.exit(main(sys.argv[1:]))'
     )
     words = ['--detach', '--', 'sh', '-c', 'sleep 2', f'--workdir={tmp_path}']

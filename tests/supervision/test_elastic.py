@@ -15,10 +15,10 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED
 from maxlm.supervision.membership import QUARANTINED
 from maxlm.supervision.registry import Registry, quarantined_hosts
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments, curve, run
 from tests.conftest import ROOT
 from tests.faults import measured
 from tests.forking import forking
-from tests.test_train import arguments, curve, run
 
 pytestmark = pytest.mark.multiprocess
 

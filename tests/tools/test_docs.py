@@ -2,15 +2,13 @@
 
 import argparse
 import dataclasses
-import importlib
 import re
 
 import pytest
 
 import maxlm
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.config.schema import SECTIONS
-from maxlm.errors import parser_of
 from tests.conftest import ROOT
 from tools.docs.__main__ import DOCS, PAGES
 from tools.docs.config_page import field_comments
@@ -49,9 +47,9 @@ def test_fields_share_the_comment_above():
 
 def test_every_option_of_every_command_has_a_row():
     page = (DOCS / 'reference/cli.md').read_text()
-    for verb in VERBS:
+    for verb in COMMANDS:
         section = page.split(f'## maxlm {verb}\n')[1].split('\n## ')[0]
-        parsers = [parser_of(importlib.import_module(f'maxlm.{verb}').main)]
+        parsers = [module_of(verb).make_parser()]
         for parser in parsers:
             for action in parser._actions:
                 if isinstance(action, argparse._SubParsersAction):

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import AUTO
@@ -16,8 +16,8 @@ from maxlm.trainer import preflight
 from maxlm.trainer import run as trainer_run
 from maxlm.trainer.preflight import compile_step
 from maxlm.workdir.files import read_config
+from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
-from tests.test_train import arguments
 
 SMALL = (
     'model.num_layers=2',

@@ -1,6 +1,6 @@
 """Tests the training loop with a fake step: batches, metrics, checkpoints, resume, rollback and exit.
 
-The fake computes a loss from the step number and the tokens. `tests/test_train.py` tests real steps.
+The fake computes a loss from the step number and the tokens. `tests/cli/runs/test_train.py` tests real steps.
 """
 
 import os
@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm import train
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from maxlm.evaluation.validation import Evaluation
 from maxlm.planning.compiled.compile import CompiledStep
@@ -24,7 +24,7 @@ from maxlm.trainer import batch_source, checkpointing, preflight, step_runner
 from maxlm.training.step import HOLD
 from maxlm.workdir.files import read_config
 from tests.checkpoint.test_manager import zero_state
-from tests.test_train import arguments, curve
+from tests.cli.runs.test_train import arguments, curve
 
 STEPS = 8
 SETTINGS = {

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
-import textwrap
 from collections.abc import Iterator
 
-from maxlm.__main__ import VERBS
-from maxlm.errors import parser_of
+from maxlm.cli.commands import COMMANDS, module_of
 from tools.docs.markdown import escaped
 
 INTRODUCTION = """# Commands
@@ -55,8 +52,6 @@ def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
 def _section(parser: argparse.ArgumentParser, title: str, depth: int) -> Iterator[str]:
     yield f'{"#" * depth} {title}\n'
     texts = [inspect.cleandoc(text) for text in (parser.description, parser.epilog) if text]
-    if parser.formatter_class is argparse.HelpFormatter:
-        texts = [textwrap.fill(text, 100) for text in texts]
     if texts:
         yield '\n\n'.join(['```text', *texts]).replace('```text\n\n', '```text\n') + '\n```\n'
     if rows := list(_rows(parser)):
@@ -72,9 +67,9 @@ def _section(parser: argparse.ArgumentParser, title: str, depth: int) -> Iterato
 def cli_page() -> str:
     """Returns docs/reference/cli.md."""
     lines = [INTRODUCTION]
-    for verb, meaning in VERBS.items():
-        lines.append(f'- [maxlm {verb}](#maxlm-{verb}): {meaning}')
+    for verb, command in COMMANDS.items():
+        lines.append(f'- [maxlm {verb}](#maxlm-{verb}): {command.help}')
     lines.append('')
-    for verb in VERBS:
-        lines += _section(parser_of(importlib.import_module(f'maxlm.{verb}').main), f'maxlm {verb}', 2)
+    for verb in COMMANDS:
+        lines += _section(module_of(verb).make_parser(), f'maxlm {verb}', 2)
     return '\n'.join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 # Name and first package of each layer, from the lowest. A layer ends before the first package of the next one.
@@ -43,7 +43,7 @@ def layers() -> list[tuple[str, list[str]]]:
     names = packages()
     starts = [*(names.index(first) for _, first in LAYERS), len(names)]
     found = [(label, names[start:stop]) for (label, _), start, stop in zip(LAYERS, starts, starts[1:], strict=False)]
-    return [('Commands', list(VERBS)), *found[::-1]]
+    return [('Commands', list(COMMANDS)), *found[::-1]]
 
 
 def _text(x: float, y: float, text: str, *, size: int = 14, anchor: str = 'middle', color: str = TEXT) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 
+from maxlm.cli.hints import print_next
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.teacher_pass import store_teacher_outputs, teacher_manifest
 from maxlm.log import Console

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from maxlm.commands.training_hint import training_command
+from maxlm.cli.hints import print_next
+from maxlm.cli.training_hint import training_command
 from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.remote_manifest import with_checksums
 from maxlm.errors import InputError
-from maxlm.hints import print_next
 from maxlm.log import BYTES, progress_bar
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 
-from maxlm.commands.generate_hint import print_generate
+from maxlm.cli.generate_hint import print_generate
+from maxlm.cli.hints import print_next
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
 from maxlm.huggingface.export_gguf import BLOCK, export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.export_peft import export_adapter

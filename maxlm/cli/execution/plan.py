@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 
 from maxlm.api.plan import Plan, planned_data, why_estimated
+from maxlm.cli.hints import print_next
 from maxlm.config.loading import load
 from maxlm.config.schema import AUTO, Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip
-from maxlm.hints import print_next
 from maxlm.log import Console, logger
 from maxlm.planning import plots, tables
 from maxlm.planning.budget import BudgetPlan, plan_budget

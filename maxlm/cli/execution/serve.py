@@ -7,13 +7,11 @@ from functools import partial
 
 import jax
 
-from maxlm.commands.api_key import API_KEY
+from maxlm.cli.execution.api_key import API_KEY
 from maxlm.errors import InputError
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
-from maxlm.known_answers.check import check_kernels, warn_of_known_faults
-from maxlm.known_answers.kernels import serving_answers
 from maxlm.log import Console, logger
 from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.runtime.compilation_cache import enabled_cache
@@ -21,6 +19,8 @@ from maxlm.runtime.malloc import trim_malloc
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.request_parsing import ModelDetails, ServedModel
 from maxlm.serving.server import Server, bind, is_loopback, serve_until_stopped, server_url
+from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
+from maxlm.training.known_answers.kernels import serving_answers
 
 
 def execute(options: argparse.Namespace, api_key: str) -> int:

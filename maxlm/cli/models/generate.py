@@ -1,4 +1,4 @@
-"""Generates text from prompts: `python -m maxlm.generate --checkpoint=runs/first --prompt='Once upon'`.
+"""Generates text from prompts: `maxlm generate --checkpoint=runs/first --prompt='Once upon'`.
 
 The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Prompts are
 arguments (--prompt), files (--prompt-file), lines typed in a terminal (--interactive), or a JSONL file (--input), whose
@@ -8,41 +8,34 @@ completions are written to --output. With --chat, prompts are user messages. Run
 from __future__ import annotations
 
 import argparse
-import sys
 
-from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command, text_argument
-from maxlm.hints import print_next
-from maxlm.runtime.malloc import disable_malloc_trim
-from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser, number, text_argument
+from maxlm.cli.process import run
+from maxlm.errors import EXIT_DONE, InputError
+from maxlm.storage.paths import Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
     """Prints each prompt with its completions or answers, or writes them to a file."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     _check(options)
 
-    from maxlm.commands.generate import execute
+    from maxlm.cli.execution.generate import execute
 
     execute(options)
     print_next('maxlm', 'serve', f'--checkpoint={options.checkpoint}')
     return EXIT_DONE
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm generate',
-        allow_abbrev=False,
         description=__doc__,
-        epilog='example: python -m maxlm.generate --checkpoint=runs/first --prompt="Once upon"',
+        epilog='example: maxlm generate --checkpoint=runs/first --prompt="Once upon"',
     )
     file = PathOption(Kind.FILE, as_path=True)
-    parser.add_argument(
-        '--checkpoint',
-        required=True,
-        type=PathOption(Kind.DIRECTORY, ANY),
-        help='workdir, WORKDIR@STEP or directory of one step',
-    )
+    parser.add_shared('--checkpoint')
     parser.add_argument('--prompt', action='append', type=text_argument, help='text to continue; repeatable')
     parser.add_argument(
         '--prompt-file', action='append', type=file, help='file containing a text to continue; repeatable'
@@ -58,7 +51,7 @@ def _parser() -> ArgumentParser:
         help='encode names of special tokens in prompts as their ids, e.g. in a rendered chat; default: as text',
     )
     parser.add_argument('--max-tokens', type=int, default=128, help='maximum tokens per continuation (default 128)')
-    parser.add_argument('--num-samples', type=int, default=1, help='continuations per prompt (default 1)')
+    parser.add_argument('--num-samples', type=number(1), default=1, help='continuations per prompt (default 1)')
     parser.add_argument('--temperature', type=float, default=0.8, help='sampling temperature; 0 = greedy (default 0.8)')
     parser.add_argument('--top-k', type=int, default=0, help='sample from the k most likely tokens; 0 = all (default)')
     parser.add_argument(
@@ -77,25 +70,8 @@ def _parser() -> ArgumentParser:
         '--stop', action='append', type=text_argument, help='stop string, not included in the output; repeatable'
     )
     parser.add_argument('--seed', type=int, default=0, help='random seed (default 0)')
-    parser.add_argument('--slots', type=int, default=8, help='maximum concurrent continuations (default 8)')
-    parser.add_argument(
-        '--kv-cache-dtype',
-        choices=KV_CACHE_DTYPES,
-        default='model',
-        help='dtype of the key-value cache (default model)',
-    )
-    parser.add_argument(
-        '--num-draft-tokens',
-        type=int,
-        default=0,
-        help='tokens drafted per pass from the preceding text; 0 = none (default)',
-    )
-    parser.add_argument(
-        '--quantize',
-        choices=('', *QUANTIZATION_GROUPS),
-        default='',
-        help='format to quantize the kernels to while loading',
-    )
+    parser.add_argument('--slots', type=number(1), default=8, help='maximum concurrent continuations (default 8)')
+    parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
     return parser
 
 
@@ -125,21 +101,11 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(
             '--parse-special cannot be combined with --chat or --suffix, which add special tokens; remove one of them'
         )
-    if options.num_samples < 1:
-        raise InputError(f'--num-samples={options.num_samples}: must be at least 1')
     if options.interactive and options.num_samples > 1:
         raise InputError(f'--num-samples={options.num_samples}: must be 1 with --interactive')
-    if options.slots < 1:
-        raise InputError(f'--slots={options.slots}: must be at least 1')
     if not 0 <= options.seed < 2**32:
         raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.generate` and `maxlm generate`."""
-    disable_malloc_trim()
-    sys.exit(run_command(main))
-
-
 if __name__ == '__main__':
-    run()
+    run('generate')

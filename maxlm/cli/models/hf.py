@@ -1,9 +1,9 @@
 """Imports and exports models in the format of Hugging Face Transformers, on local disks.
 
-    python -m maxlm.hf import --input=DIR --output=WORKDIR
-    python -m maxlm.hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
-    python -m maxlm.hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
-    python -m maxlm.hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
+    maxlm hf import --input=DIR --output=WORKDIR
+    maxlm hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
+    maxlm hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
+    maxlm hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
 model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
@@ -14,33 +14,27 @@ are dequantized.
 
 from __future__ import annotations
 
-import argparse
-import sys
-
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.schema import ExportConfig
 from maxlm.config.validation import CHOICES
-from maxlm.errors import ArgumentParser, run_command
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
-from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
-
-CHECKPOINT = 'workdir (newest step), WORKDIR@STEP, or directory of one step'
+from maxlm.storage.paths import BUCKETS, Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
     """Imports or exports one model."""
-    options = _parse(argv)
+    options = make_parser().parse_args(argv)
 
-    from maxlm.commands.hf import execute
+    from maxlm.cli.execution.hf import execute
 
     return execute(options)
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm hf',
-        allow_abbrev=False,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog='example:\n  maxlm hf import --input=Qwen3-0.6B --output=runs/qwen3',
     )
     commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
@@ -48,17 +42,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     def command(name: str, help: str, example: str) -> ArgumentParser:
         return commands.add_parser(
             name,
-            allow_abbrev=False,
             help=help,
             description=f'{help[0].upper()}{help[1:]}.',
             epilog=f'example:\n  maxlm hf {name} {example}',
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     importer = command(
         'import', 'creates a workdir from a Transformers directory', '--input=Qwen3-0.6B --output=runs/qwen3'
     )
-    local, checkpoint = PathOption(Kind.DIRECTORY), PathOption(Kind.DIRECTORY, ANY)
+    local = PathOption(Kind.DIRECTORY)
     importer.add_argument(
         '--input', type=local, required=True, help='Transformers directory with config.json and safetensors'
     )
@@ -68,7 +60,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         'writes a checkpoint as a Transformers directory',
         '--checkpoint=runs/qwen3 --output=exported --dtype=bfloat16',
     )
-    exporter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    exporter.add_shared('--checkpoint')
     exporter.add_argument(
         '--output',
         type=PathOption(Kind.DIRECTORY, BUCKETS),
@@ -93,7 +85,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         'writes the adapters of a checkpoint for PEFT',
         '--checkpoint=runs/lora --output=adapter --base=Qwen/Qwen3-0.6B',
     )
-    adapter.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    adapter.add_shared('--checkpoint')
     adapter.add_argument('--output', type=local, required=True, help='new directory')
     adapter.add_argument(
         '--base',
@@ -115,16 +107,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         'writes a checkpoint as one GGUF file for llama.cpp',
         '--checkpoint=runs/qwen3 --output=qwen3.gguf --dtype=q8_0',
     )
-    single.add_argument('--checkpoint', type=checkpoint, required=True, help=CHECKPOINT)
+    single.add_shared('--checkpoint')
     single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='new file')
     single.add_argument('--dtype', choices=GGUF_DTYPES, default='f16', help='dtype of the matrices (%(default)s)')
-    return parser.parse_args(argv)
-
-
-def run() -> None:
-    """Entry point of `python -m maxlm.hf` and `maxlm hf`."""
-    sys.exit(run_command(main))
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('hf')

@@ -1,4 +1,4 @@
-"""Quantizes a model to 8 or 4 bits: `python -m maxlm.quantize --checkpoint=runs/a --format=int8 --output=runs/a-int8`.
+"""Quantizes a model to 8 or 4 bits: `maxlm quantize --checkpoint=runs/a --format=int8 --output=runs/a-int8`.
 
 The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Kernels of the blocks are
 stored as integer or float8 codes with scales. Embedding, head, norms and biases are unchanged. The new workdir can be
@@ -8,38 +8,29 @@ run or on --data; --no-eval skips the comparison.
 
 from __future__ import annotations
 
-import argparse
-import sys
-
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
-from maxlm.errors import ArgumentParser, InputError, run_command
-from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.paths import Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
     """Writes the quantized model and prints sizes and losses before and after."""
-    options = _parser().parse_args(argv)
-    if options.num_batches < 0:
-        raise InputError(f'--num-batches={options.num_batches}: must be at least 0 (0 = all)')
+    options = make_parser().parse_args(argv)
 
-    from maxlm.commands.quantize import execute
+    from maxlm.cli.execution.quantize import execute
 
     return execute(options)
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm quantize',
-        allow_abbrev=False,
         description=__doc__,
-        epilog='example: python -m maxlm.quantize --checkpoint=runs/first --format=int8 --output=runs/first-int8',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='example: maxlm quantize --checkpoint=runs/first --format=int8 --output=runs/first-int8',
     )
     groups = ', '.join(f'{kind}: {group}' for kind, group in QUANTIZATION_GROUPS.items())
-    source = PathOption(Kind.DIRECTORY, ANY)
-    parser.add_argument(
-        '--checkpoint', type=source, required=True, help='workdir, WORKDIR@STEP or directory of one step'
-    )
+    parser.add_shared('--checkpoint')
     parser.add_argument(
         '--format', required=True, choices=list(QUANTIZATION_GROUPS), help='storage format of the kernels'
     )
@@ -47,16 +38,10 @@ def _parser() -> ArgumentParser:
         '--group', type=int, help=f'maximum number of inputs per scale; 0 = all (default by format: {groups})'
     )
     parser.add_argument('--output', type=PathOption(Kind.DIRECTORY), required=True, help='workdir to create')
-    parser.add_argument('--data', type=source, help="data set of maxlm.prepare for the comparison (default: the run's)")
-    parser.add_argument('--num-batches', type=int, default=0, help='number of validation batches; 0 = all (default)')
+    parser.add_shared('--data', '--num-batches')
     parser.add_argument('--no-eval', action='store_true', help='skip the loss comparison')
     return parser
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.quantize` and `maxlm quantize`."""
-    sys.exit(run_command(main))
-
-
 if __name__ == '__main__':
-    run()
+    run('quantize')

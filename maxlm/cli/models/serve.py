@@ -1,4 +1,4 @@
-"""Serves a model over HTTP: `python -m maxlm.serve --checkpoint=runs/first`, then open http://127.0.0.1:8000.
+"""Serves a model over HTTP: `maxlm serve --checkpoint=runs/first`, then open http://127.0.0.1:8000.
 
 The checkpoint is a workdir (the step with the lowest validation loss, or the newest), `WORKDIR@STEP`, the directory of
 one step, or a Hugging Face Transformers directory. The OpenAI-compatible API is at /v1, and a chat page for browsers is
@@ -8,41 +8,34 @@ immediately.
 
 from __future__ import annotations
 
-import sys
 from urllib.parse import urlsplit
 
-from maxlm.commands.api_key import API_KEY, read_api_key
-from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
-from maxlm.errors import ArgumentParser, InputError, run_command
-from maxlm.runtime.malloc import disable_malloc_trim
-from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.cli.execution.api_key import API_KEY, read_api_key
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
+from maxlm.errors import InputError
+from maxlm.storage.paths import Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
     """Loads the model, compiles its functions, and serves until it is stopped."""
-    options = _parser().parse_args(argv)
+    options = make_parser().parse_args(argv)
     api_key = read_api_key(options.api_key_file)
     for origin in options.allow_origin:
         _check_origin(origin)
 
-    from maxlm.commands.serve import execute
+    from maxlm.cli.execution.serve import execute
 
     return execute(options, api_key)
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm serve',
-        allow_abbrev=False,
         description=__doc__,
-        epilog='example: python -m maxlm.serve --checkpoint=runs/first --port=8000',
+        epilog='example: maxlm serve --checkpoint=runs/first --port=8000',
     )
-    parser.add_argument(
-        '--checkpoint',
-        type=PathOption(Kind.DIRECTORY, ANY),
-        required=True,
-        help='workdir, WORKDIR@STEP, directory of one step, or Transformers directory',
-    )
+    parser.add_shared('--checkpoint', help='workdir, WORKDIR@STEP, directory of one step, or Transformers directory')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on (default %(default)s)')
     parser.add_argument(
         '--port', type=int, default=8000, help='port to listen on; 0 = any free port (default %(default)s)'
@@ -61,29 +54,12 @@ def _parser() -> ArgumentParser:
         default=0,
         help="maximum tokens of prompt and response; 0 = the model's context length (default)",
     )
-    parser.add_argument(
-        '--kv-cache-dtype',
-        choices=KV_CACHE_DTYPES,
-        default='model',
-        help='dtype of the key-value cache (default %(default)s)',
-    )
-    parser.add_argument(
-        '--num-draft-tokens',
-        type=int,
-        default=0,
-        help='tokens drafted per pass from the preceding text; 0 = none (default)',
-    )
+    parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
     parser.add_argument(
         '--tensor-parallel-size',
         type=int,
         default=1,
         help='number of devices for tensor parallelism (default %(default)s)',
-    )
-    parser.add_argument(
-        '--quantize',
-        choices=('', *QUANTIZATION_GROUPS),
-        default='',
-        help='format to quantize the kernels to while loading',
     )
     parser.add_argument(
         '--max-tokens',
@@ -141,11 +117,5 @@ def _check_origin(origin: str) -> None:
         raise InputError(f'--allow-origin={origin}: must be like https://chat.example.org, without a path')
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.serve` and `maxlm serve`."""
-    disable_malloc_trim()
-    sys.exit(run_command(main, output_is_optional=True))
-
-
 if __name__ == '__main__':
-    run()
+    run('serve')

@@ -1,30 +1,31 @@
-"""Trains with reinforcement learning: `python -m maxlm.grpo --config=FILE[:variant] [--config.section.key=value …]`.
+"""Trains with reinforcement learning: `maxlm grpo --config=FILE[:variant] [--config.section.key=value …]`.
 
 Samples responses to grpo.prompts from the model of train.init_from, scores them with grpo.reward, and reinforces the
-responses that score above others to the same prompt (GRPO). Workdir, resuming and exit codes are those of maxlm.train.
+responses that score above others to the same prompt (GRPO). Workdir, resuming and exit codes are those of maxlm train.
 """
 
 from __future__ import annotations
 
-from maxlm.train import parse, start
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
+from maxlm.cli.runs import train
+from maxlm.config.loading import split_overrides
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
     """Trains with GRPO; `began` as in `execute`."""
-    options, overrides = parse(
-        argv, prog='maxlm grpo', description=__doc__, example='--config=configs/arithmetic.py:rl'
-    )
+    overrides, rest = split_overrides(argv)
+    options = make_parser().parse_args(rest)
 
-    from maxlm.commands.train import execute
+    from maxlm.cli.execution.train import execute
     from maxlm.trainer.rollouts import open_rollouts
 
     return execute(options, overrides, open_rollouts, began=began)
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.grpo` and `maxlm grpo`."""
-    start(main)
+def make_parser() -> ArgumentParser:
+    return train.make_parser('maxlm grpo', __doc__, '--config=configs/arithmetic.py:rl')
 
 
 if __name__ == '__main__':
-    run()
+    run('grpo')

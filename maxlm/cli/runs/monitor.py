@@ -1,4 +1,4 @@
-"""Shows runs on a terminal: `python -m maxlm.monitor WORKDIR… [--once] [--interval=SECONDS]`.
+"""Shows runs on a terminal: `maxlm monitor WORKDIR… [--once] [--interval=SECONDS]`.
 
 Shows state, progress, time and money spent and remaining, loss, throughput, goodput, devices and events. The workdirs
 may be in buckets, gs://… or s3://…. Keys: q quits, r reads immediately, Tab selects another run. With --once, or if the
@@ -7,17 +7,17 @@ output is not a terminal, everything is printed once. Exit codes: 0 done; 2 bad 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 
 from rich.console import Console
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command
-from maxlm.hints import print_next
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.process import run
+from maxlm.errors import EXIT_DONE
 from maxlm.monitoring.live import show_once, watch
-from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.telemetry.run_history import HistoryReader
 
 # Width if the output is not a terminal and COLUMNS is not set.
@@ -26,31 +26,7 @@ PIPED_WIDTH = 100
 
 def main(argv: list[str]) -> int:
     """Parses the command line and shows the runs."""
-    parser = ArgumentParser(
-        prog='maxlm monitor',
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='examples:\n  maxlm monitor runs/a\n  maxlm monitor runs/a gs://bucket/runs/b --once',
-    )
-    parser.add_argument(
-        'workdirs',
-        nargs='+',
-        type=PathOption(Kind.DIRECTORY, ANY),
-        metavar='WORKDIR',
-        help='workdir or URL of a run',
-    )
-    parser.add_argument('--once', action='store_true', help='print the runs once and exit')
-    parser.add_argument(
-        '--interval',
-        type=float,
-        default=2.0,
-        metavar='SECONDS',
-        help='seconds between two reads of the workdirs (%(default)s)',
-    )
-    options = parser.parse_args(argv)
-    if not 0.1 <= options.interval <= 86400:
-        raise InputError(f'--interval={options.interval:g}: must be from 0.1 to 86400 seconds')
+    options = make_parser().parse_args(argv)
     console = _console()
     readers = [HistoryReader(workdir) for workdir in options.workdirs]
     if options.once or not console.is_terminal or console.is_dumb_terminal:
@@ -61,9 +37,22 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.monitor` and `maxlm monitor`."""
-    sys.exit(run_command(main))
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog='maxlm monitor',
+        description=__doc__,
+        epilog='examples:\n  maxlm monitor runs/a\n  maxlm monitor runs/a gs://bucket/runs/b --once',
+    )
+    parser.add_shared('workdirs')
+    parser.add_argument('--once', action='store_true', help='print the runs once and exit')
+    parser.add_argument(
+        '--interval',
+        type=number(0.1, 86400, float),
+        default=2.0,
+        metavar='SECONDS',
+        help='seconds between two reads of the workdirs (%(default)s)',
+    )
+    return parser
 
 
 def _console() -> Console:
@@ -77,4 +66,4 @@ def _console() -> Console:
 
 
 if __name__ == '__main__':
-    run()
+    run('monitor')

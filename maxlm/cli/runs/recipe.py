@@ -1,15 +1,14 @@
-"""Runs the phases of a recipe in order: `python -m maxlm.recipe --config=configs/neox.py:production text=texts/`.
+"""Runs the phases of a recipe in order: `maxlm recipe --config=configs/neox.py:production text=texts/`.
 
 The phases are the commands that `get_phases(variant)` of the config file returns, from data preparation to the exported
 model. NAME=PATH arguments fill in the {NAME} fields of the commands. Each phase resumes where it stopped, so the same
-command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm.supervise). The first
+command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm supervise). The first
 phase that fails ends the recipe with its exit code. Arguments --config.section.key=value apply to all phases that
 train. Before the first phase, the inputs and configs of all phases are checked.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import string
@@ -17,13 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from maxlm.cli.hints import HINTS, print_next
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, run_command
-from maxlm.hints import HINTS, print_next
-from maxlm.storage.paths import Kind, PathOption
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.supervision.restarts import Policy, find_option, find_workdir
 from maxlm.supervision.supervisor import Supervisor
 
@@ -96,7 +96,7 @@ def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequenc
     Args:
         words: the phase: a verb of maxlm, or `-m MODULE`, and its arguments.
         overrides: `section.key=value` overrides for training.
-        launcher: command that starts training in place of `python -m maxlm.train`; empty for this interpreter.
+        launcher: command that starts training in place of `maxlm train`; empty for this interpreter.
     """
     verb, *arguments = words
     if verb in TRAINING:
@@ -126,9 +126,9 @@ def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | Non
     Raises:
         InputError: an input is missing or unusable. The message names the phase.
     """
+    from maxlm.cli.setup.prepare import parse
     from maxlm.data.formats.jsonl import read_objects  # slow to import
     from maxlm.data.prepare.prepare_dataset import check_preparation
-    from maxlm.prepare import parse
 
     vocabularies: dict[str, int] = {}
     for number, ((verb, *arguments), config) in enumerate(zip(phases, configs, strict=True), start=1):
@@ -201,34 +201,7 @@ def run_phases(commands: Sequence[Sequence[str]], *, max_failures: int) -> int:
 def main(argv: list[str]) -> int:
     """Runs the recipe that `argv` describes and returns the exit code of its last phase."""
     overrides, rest = split_overrides(argv)
-    parser = ArgumentParser(
-        prog='maxlm recipe',
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='example: python -m maxlm.recipe --config=configs/neox.py:smoke text=texts/',
-    )
-    parser.add_argument(
-        '--config', required=True, type=PathOption(Kind.FILE), help='config file with phases, FILE[:variant]'
-    )
-    parser.add_argument('inputs', nargs='*', metavar='NAME=PATH', help='value of a {NAME} field of the phases')
-    parser.add_argument(
-        '--launcher',
-        default='',
-        metavar='COMMAND',
-        help="command that starts training, such as 'launch/gpu_node.sh --once --' (default: this interpreter)",
-    )
-    parser.add_argument(
-        '--max-failures',
-        type=int,
-        default=3,
-        metavar='N',
-        help='consecutive failures of a training phase without a new checkpoint before giving up (%(default)s)',
-    )
-    parser.add_argument('--dry-run', action='store_true', help='print the commands without running them')
-    options = parser.parse_args(rest)
-    if options.max_failures < 1:
-        raise InputError(f'--max-failures={options.max_failures}: must be at least 1')
+    options = make_parser().parse_args(rest)
     templates = load_phases(options.config)
     values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
     phases = [fill_in(phase, values) for phase in templates]
@@ -249,10 +222,23 @@ def main(argv: list[str]) -> int:
     return code
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.recipe` and `maxlm recipe`."""
-    sys.exit(run_command(main, output_is_optional=True))
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog='maxlm recipe',
+        description=__doc__,
+        epilog='example: maxlm recipe --config=configs/neox.py:smoke text=texts/',
+    )
+    parser.add_shared('--config', '--max-failures')
+    parser.add_argument('inputs', nargs='*', metavar='NAME=PATH', help='value of a {NAME} field of the phases')
+    parser.add_argument(
+        '--launcher',
+        default='',
+        metavar='COMMAND',
+        help="command that starts training, such as 'launch/gpu_node.sh --once --' (default: this interpreter)",
+    )
+    parser.add_shared('--dry-run', help='print the commands without running them')
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('recipe')

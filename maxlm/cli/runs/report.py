@@ -1,6 +1,6 @@
 """Writes the report of a run as a self-contained HTML page: model and data, curves, time, cost.
 
-    python -m maxlm.report WORKDIR… [--output FILE]
+    maxlm report WORKDIR… [--output FILE]
 
 The page of one run is WORKDIR/report.html. Several runs are compared on one page, compare.html in the current
 directory. WORKDIR may be a URL (gs://…, s3://…), which requires --output. An existing file is replaced only if it is a
@@ -9,22 +9,22 @@ maxlm report. Append #dark or #light to the address of a page to set its colors.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, os_message, run_command
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
+from maxlm.errors import EXIT_DONE, InputError, os_message
 from maxlm.formatting import format_bytes
-from maxlm.hints import print_next
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
 from maxlm.storage.filesystem import display_path, is_url
-from maxlm.storage.paths import ANY, Kind, PathOption
+from maxlm.storage.paths import Kind, PathOption
 from maxlm.telemetry.run_history import read_history
 
 
 def main(argv: list[str]) -> int:
     """Writes the page and prints its path."""
-    options = _parse(argv)
+    options = make_parser().parse_args(argv)
     first = options.workdirs[0]
     is_single = len(options.workdirs) == 1
     if is_single and options.output is None and is_url(first):
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     try:
         if is_foreign(path):
             raise InputError(
-                f'{path}: file already exists and is not a page of maxlm.report; choose another --output=FILE'
+                f'{path}: file already exists and is not a page of maxlm report; choose another --output=FILE'
             )
         write_page(path, histories)
     except OSError as error:
@@ -50,34 +50,21 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.report` and `maxlm report`."""
-    sys.exit(run_command(main))
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm report',
-        allow_abbrev=False,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog='examples:\n  maxlm report runs/a\n  maxlm report runs/a gs://bucket/runs/b --output=compare.html',
     )
-    parser.add_argument(
-        'workdirs',
-        nargs='+',
-        type=PathOption(Kind.DIRECTORY, ANY),
-        metavar='WORKDIR',
-        help='workdir or URL of a run; several are compared',
-    )
+    parser.add_shared('workdirs', help='workdir or URL of a run; several are compared')
     parser.add_argument(
         '--output',
         type=PathOption(Kind.FILE, as_path=True),
         metavar='FILE',
         help=f'HTML page to write (default: WORKDIR/{NAME}; ./{COMPARISON} for several runs)',
     )
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('report')

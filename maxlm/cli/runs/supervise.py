@@ -1,4 +1,4 @@
-"""Restarts a command until it succeeds: `python -m maxlm.supervise [--max-failures=K] -- python -m maxlm.train …`.
+"""Restarts a command until it succeeds: `maxlm supervise [--max-failures=K] -- maxlm train …`.
 
 Exit code 0 of the command ends the loop. Exit code 2 (bad input) also ends it, because a restart would fail in the same
 way. So does 74, because a device of this host computes wrong results. After 75 (preempted) the command restarts
@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 
+from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.process import run
 from maxlm.config.schema import DataConfig
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, flag, run_command
+from maxlm.errors import EXIT_DONE, InputError, flag
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.paths import ANY, Kind, PathOption
 from maxlm.supervision.detached import start_detached, stop_detached
@@ -35,32 +36,54 @@ from maxlm.supervision.supervisor import Supervisor
 def main(argv: list[str]) -> int:
     """Parses the options and supervises the command after `--`."""
     mark = argv.index('--') if '--' in argv else len(argv)
+    options = make_parser().parse_args(argv[:mark])
+    command = argv[mark + 1 :]
+    if options.stop:
+        if command:
+            raise InputError('--stop takes no command; give only --stop=WORKDIR')
+        return stop_detached(options.stop)
+    if not command:
+        raise InputError('no command given; usage: maxlm supervise [OPTIONS] -- COMMAND …')
+    policy = Policy(options.max_failures, options.backoff, find_workdir(command))
+    supervisor: Supervisor
+    if options.min_hosts is None:
+        if given := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
+            raise InputError(f'{", ".join(given)}: only for elastic runs; give --min-hosts too')
+        supervisor = Supervisor(command, policy)
+    else:
+        supervisor = ElasticSupervisor(command, policy, _elastic_settings(options, command, policy.workdir))
+    if options.dry_run:
+        print(f'would run: {shlex.join(command)}')
+        return EXIT_DONE
+    if not options.detach:
+        return supervisor.run()
+    cache = find_option(command, '--config.data.cache_dir') or DataConfig().cache_dir
+    return start_detached(policy.workdir, supervisor.run, cache=cache)
+
+
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm supervise',
-        allow_abbrev=False,
         description=__doc__,
         usage='%(prog)s [OPTIONS] -- COMMAND …',
-        epilog='example: python -m maxlm.supervise -- python -m maxlm.train --config=configs/tiny.py',
+        epilog='example: maxlm supervise -- maxlm train --config=configs/tiny.py',
     )
-    parser.add_argument(
-        '--max-failures',
-        type=int,
-        default=3,
-        help='consecutive failures without a new checkpoint before giving up (default 3)',
-    )
+    parser.add_shared('--max-failures')
     parser.add_argument(
         '--backoff',
-        type=float,
+        type=number(0, kind=float),
         default=10,
         help='pause before the first restart in seconds, doubled after each failure (default 10)',
     )
     elastic = parser.add_argument_group('elastic runs')
     elastic.add_argument(
-        '--min-hosts', type=int, metavar='N', help='minimum number of hosts (default: the run is not elastic)'
+        '--min-hosts', type=number(1), metavar='N', help='minimum number of hosts (default: the run is not elastic)'
     )
-    elastic.add_argument('--hosts', type=int, metavar='N', help='maximum number of hosts; required with --min-hosts')
     elastic.add_argument(
-        '--devices-per-host', type=int, metavar='N', help='devices of each host; required with --min-hosts'
+        '--hosts', type=number(1), metavar='N', help='maximum number of hosts; required with --min-hosts'
+    )
+    elastic.add_argument(
+        '--devices-per-host', type=number(1), metavar='N', help='devices of each host; required with --min-hosts'
     )
     elastic.add_argument(
         '--address',
@@ -85,34 +108,8 @@ def main(argv: list[str]) -> int:
         metavar='WORKDIR',
         help='stop the detached run of this workdir on this host, and wait until it has saved',
     )
-    parser.add_argument('--dry-run', action='store_true', help='print the command without running it')
-    options = parser.parse_args(argv[:mark])
-    command = argv[mark + 1 :]
-    if options.stop:
-        if command:
-            raise InputError('--stop takes no command; give only --stop=WORKDIR')
-        return stop_detached(options.stop)
-    if not command:
-        raise InputError('no command given; usage: maxlm.supervise [OPTIONS] -- COMMAND …')
-    if options.max_failures < 1:
-        raise InputError(f'--max-failures={options.max_failures}: must be at least 1')
-    if not options.backoff >= 0:
-        raise InputError(f'--backoff={options.backoff:g}: must be at least 0')
-    policy = Policy(options.max_failures, options.backoff, find_workdir(command))
-    supervisor: Supervisor
-    if options.min_hosts is None:
-        if given := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
-            raise InputError(f'{", ".join(given)}: only for elastic runs; give --min-hosts too')
-        supervisor = Supervisor(command, policy)
-    else:
-        supervisor = ElasticSupervisor(command, policy, _elastic_settings(options, command, policy.workdir))
-    if options.dry_run:
-        print(f'would run: {shlex.join(command)}')
-        return EXIT_DONE
-    if not options.detach:
-        return supervisor.run()
-    cache = find_option(command, '--config.data.cache_dir') or DataConfig().cache_dir
-    return start_detached(policy.workdir, supervisor.run, cache=cache)
+    parser.add_shared('--dry-run', help='print the command without running it')
+    return parser
 
 
 def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workdir: str) -> ElasticSettings:
@@ -121,12 +118,9 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
     Raises:
         InputError: an option is missing or invalid, or the config cannot train on these numbers of hosts.
     """
-    for name in ('min_hosts', 'hosts', 'devices_per_host'):
-        value = getattr(options, name)
-        if value is None:
+    for name in ('hosts', 'devices_per_host'):
+        if getattr(options, name) is None:
             raise InputError(f'{flag(name)} is missing; give it together with --min-hosts')
-        if value < 1:
-            raise InputError(f'{flag(name)}={value}: must be at least 1')
     if options.min_hosts > options.hosts:
         raise InputError(f'--min-hosts={options.min_hosts}: must be at most --hosts={options.hosts}')
     if not options.host_timeout > 0:
@@ -145,10 +139,5 @@ def _elastic_settings(options: argparse.Namespace, command: Sequence[str], workd
     return ElasticSettings(counts, options.address, options.host_timeout)
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.supervise` and `maxlm supervise`."""
-    sys.exit(run_command(main, output_is_optional=True))
-
-
 if __name__ == '__main__':
-    run()
+    run('supervise')

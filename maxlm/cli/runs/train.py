@@ -1,4 +1,4 @@
-"""Trains a model: `python -m maxlm.train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
+"""Trains a model: `maxlm train --config=FILE[:variant] [--workdir=DIR] [--config.section.key=value …]`.
 
 The default workdir is runs/NAME or runs/NAME-VARIANT, where NAME is the name of the config file. To resume a run, run
 the same command again: it continues from the newest checkpoint of the workdir. The workdir may be a bucket (gs://…,
@@ -11,61 +11,31 @@ If one of several processes (see `maxlm.runtime.initialize`) is lost or hangs, a
 
 from __future__ import annotations
 
-import argparse
-import gc
-import sys
-from collections.abc import Callable
-from functools import partial
-from typing import NoReturn
-
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.loading import split_overrides
-from maxlm.errors import ArgumentParser, run_command
-from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption
-from maxlm.telemetry.timeline import process_start_time
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:
     """Trains on prepared data; `began` as in `execute`."""
-    options, overrides = parse(
-        argv, prog='maxlm train', description=__doc__, example='--config=configs/tiny.py --workdir=runs/first'
-    )
+    overrides, rest = split_overrides(argv)
+    options = make_parser().parse_args(rest)
 
-    from maxlm.commands.train import execute
+    from maxlm.cli.execution.train import execute
     from maxlm.trainer.batch_source import open_text
 
     return execute(options, overrides, open_text, began=began)
 
 
-def parse(argv: list[str], *, prog: str, description: str | None, example: str) -> tuple[argparse.Namespace, list[str]]:
-    """Parses the command line of a training command.
-
-    Args:
-        argv: arguments of the command.
-        prog: name of the command.
-        description: description of the command for `--help`.
-        example: arguments of an example for `--help`.
-
-    Returns:
-        The options, and the overrides of the config.
-    """
-    overrides, rest = split_overrides(argv)
-    return _parser(prog, description, example).parse_args(rest), overrides
-
-
-def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=prog,
-        allow_abbrev=False,
-        description=description,
-        epilog=f'example: python -m {prog} {example}',
-    )
-    parser.add_argument(
-        '--config',
-        type=PathOption(Kind.FILE),
-        required=True,
-        help='config file, optionally with a variant (configs/x.py, configs/x.py:big), or a config.json',
-    )
+def make_parser(
+    prog: str = 'maxlm train',
+    description: str | None = __doc__,
+    example: str = '--config=configs/tiny.py --workdir=runs/first',
+) -> ArgumentParser:
+    """Returns the parser of a training command."""
+    parser = ArgumentParser(prog=prog, description=description, epilog=f'example: {prog} {example}')
+    parser.add_shared('--config')
     parser.add_argument(
         '--workdir',
         type=PathOption(Kind.DIRECTORY, ANY),
@@ -81,24 +51,5 @@ def _parser(prog: str, description: str | None, example: str) -> ArgumentParser:
     return parser
 
 
-def start(command: Callable[..., int]) -> NoReturn:
-    """Runs a training command and exits the process with its exit code."""
-    disable_malloc_trim()
-    # Garbage collection takes an eighth of the time of imports and finds nothing. `execute` enables it again.
-    gc.disable()
-    code = run_command(partial(command, began=process_start_time()), output_is_optional=True)
-    # After an invalid argument, JAX is not imported.
-    if 'jax' in sys.modules:
-        from maxlm.runtime.heartbeat import disconnect
-
-        disconnect(code)
-    sys.exit(code)
-
-
-def run() -> None:
-    """Entry point of `python -m maxlm.train` and `maxlm train`."""
-    start(main)
-
-
 if __name__ == '__main__':
-    run()
+    run('train')

@@ -7,17 +7,17 @@ after an update of maxlm. `docs/launch.md` has the file of each shell.
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import shlex
-import sys
 from collections.abc import Iterable
 
 import shtab
 
-from maxlm.__main__ import VERBS
+from maxlm.cli.commands import COMMANDS, module_of
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.loading import shipped_configs
-from maxlm.errors import EXIT_DONE, ArgumentParser, parser_of, run_command
+from maxlm.errors import EXIT_DONE
 from maxlm.storage.paths import Kind, PathList, PathOption
 
 SHELLS = ('bash', 'zsh', 'fish')
@@ -58,10 +58,10 @@ def make_root_parser() -> argparse.ArgumentParser:
     """Returns one parser of all commands, in which each path has its kind of completion."""
     root = argparse.ArgumentParser(prog='maxlm')
     commands = root.add_subparsers()
-    for verb, meaning in VERBS.items():
-        parser = parser_of(importlib.import_module(f'maxlm.{verb}').main)
+    for name, command in COMMANDS.items():
+        parser = module_of(name).make_parser()
         _mark_paths(parser)
-        commands.add_parser(verb, help=meaning, parents=[parser], add_help=False)
+        commands.add_parser(name, help=command.help, parents=[parser], add_help=False)
     return root
 
 
@@ -100,22 +100,15 @@ def _names_and_files(names: Iterable[str]) -> dict:
 
 def main(argv: list[str]) -> int:
     """Prints the script."""
-    parser = ArgumentParser(
-        prog='maxlm completion',
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='example: maxlm completion bash',
-    )
-    parser.add_argument('shell', choices=SHELLS, metavar='|'.join(SHELLS), help='name of the shell')
-    print(script(parser.parse_args(argv).shell))
+    print(script(make_parser().parse_args(argv).shell))
     return EXIT_DONE
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.completion` and `maxlm completion`."""
-    sys.exit(run_command(main))
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog='maxlm completion', description=__doc__, epilog='example: maxlm completion bash')
+    parser.add_argument('shell', choices=SHELLS, metavar='|'.join(SHELLS), help='name of the shell')
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('completion')

@@ -5,15 +5,15 @@ Every command accepts the name of a shipped config, such as --config=tiny or --c
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
 from pathlib import Path
 
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.config_files import shipped_configs
 from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command
-from maxlm.hints import print_next
+from maxlm.errors import EXIT_DONE, InputError
 
 
 def summary(path: Path) -> list[str]:
@@ -25,18 +25,7 @@ def summary(path: Path) -> list[str]:
 
 def main(argv: list[str]) -> int:
     """Lists the shipped configs, or prints one."""
-    parser = ArgumentParser(
-        prog='maxlm configs',
-        allow_abbrev=False,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='example: maxlm configs show tiny',
-    )
-    commands = parser.add_subparsers(dest='command', metavar='COMMAND')
-    commands.add_parser('list', help='list the configs with their purpose and hardware (default)', allow_abbrev=False)
-    show = commands.add_parser('show', help='print a config file', allow_abbrev=False)
-    show.add_argument('name', help='name of the config')
-    options = parser.parse_args(argv)
+    options = make_parser().parse_args(argv)
     files = shipped_configs()
     if options.command == 'show':
         if options.name not in files:
@@ -51,10 +40,14 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.configs` and `maxlm configs`."""
-    sys.exit(run_command(main))
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog='maxlm configs', description=__doc__, epilog='example: maxlm configs show tiny')
+    commands = parser.add_subparsers(dest='command', metavar='COMMAND')
+    commands.add_parser('list', help='list the configs with their purpose and hardware (default)')
+    show = commands.add_parser('show', help='print a config file')
+    show.add_argument('name', help='name of the config')
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('configs')

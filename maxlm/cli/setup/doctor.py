@@ -1,4 +1,4 @@
-"""Checks a machine before a run: `python -m maxlm.doctor [--config=FILE[:variant] --workdir=DIR …]`.
+"""Checks a machine before a run: `maxlm doctor [--config=FILE[:variant] --workdir=DIR …]`.
 
 Checks packages, drivers, memory, disk, buckets, data and clocks, measures devices and links, and runs two steps of the
 training. Without --config, only the machine is checked. Each check has a timeout; a check that hangs or raises an error
@@ -12,13 +12,15 @@ import argparse
 import json
 import sys
 
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.process import run
 from maxlm.diagnostics.checks.registry import CHECKS, choose
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import as_json, as_lines, print_results, progress, worst_status
 from maxlm.diagnostics.result import CheckStatus
-from maxlm.diagnostics.runner import exit_process, run_checks
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, run_command
-from maxlm.hints import print_next
+from maxlm.diagnostics.runner import run_checks
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -48,18 +50,15 @@ def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
         from maxlm.config.loading import load, split_overrides
     except ImportError as error:
         # doctor must also work on a machine without the required packages.
-        options, _ = _parser().parse_known_args(argv)
+        options, _ = make_parser().parse_known_args(argv)
         if options.config:
             raise InputError(f'--config={options.config}: {error}; run doctor without --config first') from error
         return CheckContext(workdir=options.workdir), options
     overrides, rest = split_overrides(argv)
-    options = _parser().parse_args(rest)
+    options = make_parser().parse_args(rest)
     if overrides and not options.config:
         raise InputError(f'--config.{overrides[0]}: overrides a config; give one with --config=FILE')
     config = load(options.config, overrides) if options.config else None
-    for name in ('min_free_gib', 'min_tokens_per_second'):
-        if not 0 <= getattr(options, name) < float('inf'):
-            raise InputError(f'--{name.replace("_", "-")}={getattr(options, name):g}: must be 0 or more')
     context = CheckContext(
         spec=options.config,
         overrides=overrides,
@@ -90,22 +89,15 @@ def _names(given: str) -> list[str]:
     return [name.strip() for name in given.split(',') if name.strip()]
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     width = max(len(check.name) for check in CHECKS)
     listed = '\n'.join(f'  {check.name:<{width}}  {check.description}' for check in CHECKS)
     parser = ArgumentParser(
         prog='maxlm doctor',
-        allow_abbrev=False,
         description=__doc__,
-        epilog=f'checks:\n{listed}\n\nexample: python -m maxlm.doctor --config=configs/tiny.py --workdir=runs/first',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f'checks:\n{listed}\n\nexample: maxlm doctor --config=configs/tiny.py --workdir=runs/first',
     )
-    parser.add_argument(
-        '--config',
-        type=PathOption(Kind.FILE, may_be_empty=True),
-        default='',
-        help='config of the run: configs/x.py, configs/x.py:big, or a config.json',
-    )
+    parser.add_shared('--config', required=False, type=PathOption(Kind.FILE, may_be_empty=True), default='')
     parser.add_argument(
         '--workdir',
         type=PathOption(Kind.DIRECTORY, ANY, may_be_empty=True),
@@ -115,11 +107,15 @@ def _parser() -> ArgumentParser:
     parser.add_argument('--only', default='', metavar='NAME,…', help='run only these checks')
     parser.add_argument('--skip', default='', metavar='NAME,…', help='skip these checks')
     parser.add_argument(
-        '--min-free-gib', type=float, default=0.0, metavar='N', help='fail if less disk space is free (default 0)'
+        '--min-free-gib',
+        type=number(0, kind=float),
+        default=0.0,
+        metavar='N',
+        help='fail if less disk space is free (default 0)',
     )
     parser.add_argument(
         '--min-tokens-per-second',
-        type=float,
+        type=number(0, kind=float),
         default=0.0,
         metavar='N',
         help='fail if the trial run is slower (default 0)',
@@ -127,14 +123,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument(
         '--try-resume', action='store_true', help='also kill a trial run after a checkpoint and restart it'
     )
-    parser.add_argument('--json', action='store_true', help='print one JSON object')
+    parser.add_shared('--json')
     return parser
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.doctor` and `maxlm doctor`."""
-    exit_process(run_command(main))
-
-
 if __name__ == '__main__':
-    run()
+    run('doctor')

@@ -1,14 +1,12 @@
-"""Fetches files and prepared data sets from a bucket to a local directory: `python -m maxlm.fetch`.
+"""Fetches files and prepared data sets from a bucket to a local directory: `maxlm fetch`.
 
-Example: `python -m maxlm.fetch --input gs://bucket/web --output data/web`.
+Example: `maxlm fetch --input gs://bucket/web --output data/web`.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-
-from maxlm.errors import ArgumentParser, InputError, flag, run_command
+from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.process import run
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -18,28 +16,22 @@ def main(argv: list[str]) -> int:
     Raises:
         InputError: a file cannot be fetched.
     """
-    options = _parse(argv)
+    options = make_parser().parse_args(argv)
 
-    from maxlm.commands.fetch import execute
+    from maxlm.cli.execution.fetch import execute
 
     return execute(options)
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.fetch` and `maxlm fetch`. Exits with 0, or with 2 after bad input."""
-    sys.exit(run_command(main))
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm fetch',
-        allow_abbrev=False,
         description='Fetches files and folders from a bucket. To resume an interrupted fetch, run the same command: '
         'partial files are continued, complete files are skipped. Each file is verified with a checksum: that of '
         'the manifest in a prepared data set, otherwise that of the bucket. Credentials are those of the '
         "protocol's library: GOOGLE_APPLICATION_CREDENTIALS for gs://, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
         'AWS_SECRET_ACCESS_KEY for s3://.',
-        epilog='example: python -m maxlm.fetch --input gs://bucket/web --output data/web',
+        epilog='example: maxlm fetch --input gs://bucket/web --output data/web',
     )
     add = parser.add_argument
     add(
@@ -58,15 +50,16 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help='destination directory',
     )
     add('--include', default='', metavar='GLOB', help="fetch only matching files, e.g. '*.parquet' or 'train/*'")
-    add('--max-files', type=int, default=0, metavar='N', help='fetch the first N files of each URL, by name; 0 = all')
-    add('--threads', type=int, default=8, metavar='N', help='number of parallel downloads (%(default)s)')
-    add('--quiet', action='store_true', help='print only errors and warnings')
-    options = parser.parse_args(argv)
-    for name, smallest in {'threads': 1, 'max_files': 0}.items():
-        if getattr(options, name) < smallest:
-            raise InputError(f'{flag(name)}={getattr(options, name)}: must be at least {smallest}')
-    return options
+    add(
+        '--max-files',
+        type=number(0),
+        default=0,
+        metavar='N',
+        help='fetch the first N files of each URL, by name; 0 = all',
+    )
+    parser.add_shared('--threads', '--quiet')
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('fetch')

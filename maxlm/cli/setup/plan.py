@@ -1,7 +1,7 @@
 """Predicts the memory, time and cost of a run on hardware that need not be present.
 
-    python -m maxlm.plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--search] [--json]
-    python -m maxlm.plan --install-compiler
+    maxlm plan --config=FILE[:variant] --target=h100:8 [--config.section.key=value …] [--search] [--json]
+    maxlm plan --install-compiler
 
 The training step is compiled for the target: `h100:8`, `h100:8x4` (four nodes), `h200:1`, `a100:8`, `b200:8`,
 `v4:2x2x4`, `v5e:4x4`, `v5p:2x2x2`, `v6e:2x4`, `cpu`. If no compiler for the target is installed, or with --estimate,
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 
+from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.process import run
 from maxlm.config.loading import split_overrides
-from maxlm.errors import ArgumentParser, InputError, flag, run_command
+from maxlm.errors import InputError, flag
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE
 from maxlm.storage.paths import Kind, PathOption
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Plans one config on one target, or sweeps over sizes and numbers of devices."""
     overrides, rest = split_overrides(argv)
     # The option alone does not plan a run, so --config and --target are not required.
-    options = _parser(plans=argv != [OPTION]).parse_args(rest)
+    options = make_parser(plans=argv != [OPTION]).parse_args(rest)
     _check(options)
     for name in ('fit_scaling_law', 'output'):
         if getattr(options, name) and options.sweep is None:
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     if options.explain and (options.sweep is not None or options.estimate or options.json):
         raise InputError('--explain prints tables of one compiled program; remove --sweep, --estimate and --json')
 
-    from maxlm.commands.plan import execute
+    from maxlm.cli.execution.plan import execute
 
     return execute(options, overrides)
 
@@ -52,20 +53,13 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError(f'--spot-share={options.spot_share:g}: needs a number from 0 to 1')
 
 
-def _parser(*, plans: bool) -> ArgumentParser:
+def make_parser(*, plans: bool = True) -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm plan',
-        allow_abbrev=False,
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EXAMPLES,
     )
-    parser.add_argument(
-        '--config',
-        type=PathOption(Kind.FILE),
-        required=plans,
-        help='config of the run: configs/x.py, configs/x.py:big, or a config.json',
-    )
+    parser.add_shared('--config', required=plans)
     parser.add_argument('--target', required=plans, help='target hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')
     parser.add_argument(
         '--search', action='store_true', help='search for the fastest mesh, micro-batch and model.remat_policy that fit'
@@ -123,14 +117,9 @@ def _parser(*, plans: bool) -> ArgumentParser:
         action='store_true',
         help=f'install the compiler for NVIDIA GPUs into {CACHE}, or into the directory {VARIABLE}',
     )
-    parser.add_argument('--json', action='store_true', help='output as one JSON object')
+    parser.add_shared('--json')
     return parser
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.plan` and `maxlm plan`."""
-    sys.exit(run_command(main))
-
-
 if __name__ == '__main__':
-    run()
+    run('plan')

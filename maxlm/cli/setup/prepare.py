@@ -1,14 +1,14 @@
-"""Converts text to a tokenizer and tokenized records: `python -m maxlm.prepare --input texts/ --output data/web`."""
+"""Converts text to a tokenizer and tokenized records: `maxlm prepare --input texts/ --output data/web`."""
 
 from __future__ import annotations
 
-import sys
-
+from maxlm.cli.hints import print_next
+from maxlm.cli.parser import ArgumentParser, text_argument
+from maxlm.cli.process import run
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.tokenizer.tokenizer import SPECS
-from maxlm.errors import ArgumentParser, escape_controls, run_command, text_argument
-from maxlm.hints import print_next
+from maxlm.errors import escape_controls
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     """Prepares the data set that `argv` describes. Raises InputError if that is not possible."""
     options = parse(argv)
 
-    from maxlm.commands.training_hint import training_command
+    from maxlm.cli.training_hint import training_command
     from maxlm.data.prepare.prepare_dataset import prepare_dataset
     from maxlm.data.prepare.summary import skipped_files
 
@@ -35,18 +35,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def run() -> None:
-    """Entry point of `python -m maxlm.prepare` and `maxlm prepare`. Exits with 0, or with 2 after bad input."""
-    sys.exit(run_command(main, output_is_optional=True))
-
-
 def parse(argv: list[str]) -> PrepareOptions:
     """Returns the options of a command line. Raises InputError if a value is invalid for any input."""
+    return PrepareOptions(**vars(make_parser().parse_args(argv)))
+
+
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog='maxlm prepare',
-        allow_abbrev=False,
         description='Converts text to tokenized records for training. To resume, run the same command again.',
-        epilog='example: python -m maxlm.prepare --input texts/ --output data/web --tokenizer bpe:32000',
+        epilog='example: maxlm prepare --input texts/ --output data/web --tokenizer bpe:32000',
     )
     what = parser.add_argument_group('input and output').add_argument
     what(
@@ -182,11 +180,11 @@ def parse(argv: list[str]) -> PrepareOptions:
         metavar='DIR',
         help='local directory for the data set before upload, if --output is a URL (%(default)s)',
     )
-    how('--quiet', action='store_true', help='print only errors')
+    parser.add_shared('--quiet')
     # Required options need no default. argparse can only extend lists.
     parser.set_defaults(**{**vars(PrepareOptions(input=(), output='')), 'filter': []})
-    return PrepareOptions(**vars(parser.parse_args(argv)))
+    return parser
 
 
 if __name__ == '__main__':
-    run()
+    run('prepare')

@@ -20,11 +20,11 @@ def check_kernels(context: CheckContext) -> CheckResult:
     from maxlm.hardware.chips import capability_of
     from maxlm.hardware.identity import cudnn_version
     from maxlm.hardware.known_faults import installed_libraries, known_faults
-    from maxlm.known_answers.check import wrong_kernel
-    from maxlm.known_answers.collectives import wrong_collective
-    from maxlm.known_answers.kernels import training_answers
     from maxlm.model.attention.cudnn import lists_documents
     from maxlm.parallel.layout import make_layout
+    from maxlm.training.known_answers.check import wrong_kernel
+    from maxlm.training.known_answers.collectives import wrong_collective
+    from maxlm.training.known_answers.kernels import training_answers
 
     platform = jax.default_backend()
     if platform == 'cpu':

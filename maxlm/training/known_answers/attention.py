@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.attention.decode import attend_slots
 from maxlm.model.attention.kernels import AttentionInputs, choose_attention_kernel
 from maxlm.model.layers.kv_cache import Slots, encode
 from maxlm.model.layers.masks import causal_mask
 from maxlm.model.layers.softcap import softcap as capped
 from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.training.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 
 # Mean length of the random documents, and queries whose scores the formula computes at the same time.
 DOCUMENT, BLOCK = 200, 128

@@ -17,12 +17,12 @@ from maxlm.errors import InputError
 from maxlm.hardware.identity import cudnn_version, identify, installed_version
 from maxlm.hardware.known_faults import describe as describe_fault
 from maxlm.hardware.known_faults import installed_libraries, known_faults
-from maxlm.known_answers.answer import KnownAnswer, Mistake, find_mistake
-from maxlm.known_answers.collectives import wrong_collective
 from maxlm.log import logger
 from maxlm.runtime.barrier import agree
 from maxlm.runtime.compilation_cache import CompilationCache
 from maxlm.storage.json_text import parse_json
+from maxlm.training.known_answers.answer import KnownAnswer, Mistake, find_mistake
+from maxlm.training.known_answers.collectives import wrong_collective
 
 # Seconds after which the tests run again: a device can develop a defect.
 VALID_SECONDS = 24 * 3600

@@ -15,8 +15,8 @@ import numpy as np
 
 from maxlm.config.schema import ModelConfig
 from maxlm.hardware.identity import installed_version
-from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, normal
 from maxlm.model.experts.grouped_matmul import RowGroups, grouped_matmul
+from maxlm.training.known_answers.answer import OTHER_VERSIONS, KnownAnswer, normal
 
 # Largest error, relative to the norm of the array. Results in bfloat16 have an error of 0.0017.
 TOLERANCE = 0.01

@@ -7,12 +7,12 @@ from typing import Any
 
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, MeshConfig, ModelConfig
-from maxlm.known_answers.answer import KnownAnswer
-from maxlm.known_answers.attention import attention_answer, cache_answer
-from maxlm.known_answers.experts import experts_answer
-from maxlm.known_answers.layers import activation_answer, norm_answer, product_answer
-from maxlm.known_answers.loss import loss_answer
 from maxlm.model.layers.masks import layer_windows
+from maxlm.training.known_answers.answer import KnownAnswer
+from maxlm.training.known_answers.attention import attention_answer, cache_answer
+from maxlm.training.known_answers.experts import experts_answer
+from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
+from maxlm.training.known_answers.loss import loss_answer
 
 # Largest number of rows of matrices, so that formulas in float32 need little memory.
 MAX_ROWS = 4096

@@ -12,13 +12,13 @@ from flax import nnx
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
-from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.layers import fp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
 from maxlm.model.layers.norm import NormKind, normalize
 from maxlm.model.layers.weight_only_quantization import Codes, dequantize, weights_of
 from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.training.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 
 # Bits of the sums in which GPUs accumulate 8-bit floats, and the number of products after which a sum is rounded down:
 # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.2.

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.training.known_answers.answer import OTHER_VERSIONS, KnownAnswer, floats, normal, with_gradients
 from maxlm.training.losses.cross_entropy import cross_entropy
 
 # Largest number of logits: 0.5 GiB in float32, of which the formula needs a few copies.

@@ -10,12 +10,12 @@ import fsspec
 import jax
 import pytest
 
-from maxlm import checkpoints
 from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.restore import is_params_only
+from maxlm.cli.models import checkpoints
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code

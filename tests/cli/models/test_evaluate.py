@@ -12,7 +12,9 @@ import sys
 import jax
 import pytest
 
-from maxlm import evaluate, prepare, train
+from maxlm.cli.models import evaluate
+from maxlm.cli.runs import train
+from maxlm.cli.setup import prepare
 from maxlm.data.dataset.records import load_manifest, save_manifest
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
@@ -21,9 +23,9 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.evaluation import runner
 from maxlm.inference.scoring import Likelihood, LogprobScorer
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments
 from tests.evaluation.engines import RecitingEngine
 from tests.evaluation.harness_tasks import documents, write_tasks
-from tests.test_train import arguments
 
 
 @pytest.fixture(scope='module')

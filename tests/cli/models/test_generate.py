@@ -7,8 +7,8 @@ import json
 import jax
 import pytest
 
-from maxlm import generate
-from maxlm.commands import generate as command
+from maxlm.cli.execution import generate as command
+from maxlm.cli.models import generate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine

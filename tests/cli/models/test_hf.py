@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from maxlm import evaluate, hf, train
-from maxlm.commands.hf import parse_size
+from maxlm.cli.execution.hf import parse_size
+from maxlm.cli.models import evaluate, hf
+from maxlm.cli.runs import train
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.formatting import format_bytes
 from maxlm.telemetry.metrics import read_metrics
+from tests.cli.runs.test_train import arguments
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.starting import make_start
 from tests.test_bad_input import assert_one_line
-from tests.test_train import arguments
 
 
 @pytest.fixture

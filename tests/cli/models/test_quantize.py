@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from maxlm import hf, quantize
-from maxlm.commands import quantize as command
+from maxlm.cli.execution import quantize as command
+from maxlm.cli.models import hf, quantize
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.quantize_checkpoint import Quantized
 from tests.huggingface.workdirs import MODELS, make_workdir

@@ -22,7 +22,7 @@ import openai
 import pytest
 from flax import nnx
 
-from maxlm import serve
+from maxlm.cli.models import serve
 from maxlm.data.chat.template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
@@ -514,7 +514,7 @@ def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):
         kernels.extend(answer.kernel for answer in make())
         raise InputError('attention computes wrong results')
 
-    monkeypatch.setattr('maxlm.commands.serve.check_kernels', wrong)
+    monkeypatch.setattr('maxlm.cli.execution.serve.check_kernels', wrong)
     options = [f'--checkpoint={workdir}', '--port=0', '--kv-cache-dtype=int8']
     assert exit_code(serve.main, options) == EXIT_BAD_INPUT
     assert 'error: attention computes wrong results' in capfd.readouterr().err
@@ -523,7 +523,7 @@ def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):
     def stop(*args, **kwargs):
         raise InputError('not tested')
 
-    monkeypatch.setattr('maxlm.commands.serve.Engine', stop)
+    monkeypatch.setattr('maxlm.cli.execution.serve.Engine', stop)
     assert exit_code(serve.main, [*options, '--no-check-kernels']) == EXIT_BAD_INPUT
     assert 'error: not tested' in capfd.readouterr().err
 
@@ -540,7 +540,7 @@ def test_the_model_is_in_memory_once(workdir, model, monkeypatch):
         # Compiling all programs takes long and does not change arrays.
         monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
         monkeypatch.setattr(
-            'maxlm.commands.serve.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
+            'maxlm.cli.execution.serve.serve_until_stopped', lambda _: found.append(stacked() - before) or EXIT_DONE
         )
         assert serve.main([f'--checkpoint={workdir}', '--port=0', f'--slots={SLOTS}']) == EXIT_DONE
         return found

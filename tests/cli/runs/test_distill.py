@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm import distill
+from maxlm.cli.runs import distill
 from maxlm.config.loading import build, default
 from maxlm.data.loader import teacher_outputs
 from maxlm.data.loader.dataset import open_training_data

@@ -6,17 +6,17 @@ import shutil
 
 import pytest
 
-from maxlm import grpo, train
+from maxlm.cli.runs import grpo, train
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.tool_calls import ToolCall
 from maxlm.inference.tools.environment import ToolEnvironment
+from tests.cli.runs.test_train import curve
 from tests.conftest import ROOT
 from tests.processes import Processes
 from tests.small_posttraining import grpo_arguments, make_prompts
 from tests.starting import make_start
-from tests.test_train import curve
 from tests.user_modules import write_module
 
 pytestmark = pytest.mark.usefixtures('shared_steps')

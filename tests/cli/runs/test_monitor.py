@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from maxlm import monitor
+from maxlm.cli.runs import monitor
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from tests import workdirs
 from tests.conftest import ROOT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.tasks.__main__ import main as write_tasks
-from maxlm import recipe
+from maxlm.cli.runs import recipe
 from maxlm.config.loading import load, load_phases
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.telemetry.metrics import read_metrics

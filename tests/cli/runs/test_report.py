@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxlm import report
+from maxlm.cli.runs import report
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests import workdirs
 

@@ -9,11 +9,12 @@ import shutil
 
 import pytest
 
-from maxlm import grpo, train
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.runs import grpo, train
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
 from maxlm.trainer.rollouts import RolloutBatches
+from tests.cli.runs.test_train import arguments, curve, ends, params_of, run, same
 from tests.ended_runs import KilledError
 from tests.small_posttraining import (
     WINDOW,
@@ -24,7 +25,6 @@ from tests.small_posttraining import (
     make_prompts,
     preference_arguments,
 )
-from tests.test_train import arguments, curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

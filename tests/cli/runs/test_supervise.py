@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from maxlm.cli.runs.supervise import main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
-from maxlm.supervise import main
 from tests.launch.programs import Programs
 
 SUPERVISE = (sys.executable, '-m', 'maxlm.supervise')
@@ -83,7 +83,9 @@ def test_a_signal_during_the_pause_starts_nothing(programs, tmp_path):
 @pytest.mark.skipif(sys.platform != 'linux', reason='needs prctl, which only Linux has')
 def test_orphans_are_reaped():
     # A subreaper adopts orphans, like process 1 of a container.
-    subreaper = 'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.supervise import main; '
+    subreaper = (
+        'import ctypes, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0); from maxlm.cli.runs.supervise import main; '
+    )
     children = 'ps -o stat=,comm= --ppid $PPID'
     reaped = f'for _ in $(seq 50); do {children} | grep -q sleep || break; sleep 0.1; done'
     script = f'(sleep 1 &); {children} | grep sleep; {reaped}; echo later; {children}; exit 2'

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm import train
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.cli.runs import train
 from maxlm.config.ranges import RANGES, Range
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.telemetry.events import ENDS, read_events

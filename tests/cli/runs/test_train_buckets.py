@@ -7,15 +7,15 @@ import shutil
 
 import pytest
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.run_storage import RunStorage
 from tests.buckets import s3 as s3_buckets
+from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.forking import forking
 from tests.gcs_emulator import running
 from tests.processes import Processes
-from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

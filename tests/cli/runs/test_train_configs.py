@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import SECTIONS
@@ -19,9 +19,9 @@ from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from maxlm.workdir.files import read_config
+from tests.cli.runs.test_train import arguments, run
 from tests.conftest import ROOT
 from tests.cpu import fast_environment
-from tests.test_train import arguments, run
 
 BIG = f'{ROOT}/configs/1b.py'
 # Only lengths and counts are reduced for a CPU.

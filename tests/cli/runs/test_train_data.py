@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from maxlm import evaluate, prepare
+from maxlm.cli.models import evaluate
+from maxlm.cli.setup import prepare
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset import shard_cache
 from maxlm.data.loader.dataset import open_training_data
@@ -18,8 +19,8 @@ from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer.batch_source import TextBatches
 from maxlm.workdir.files import read_config
 from tests.buckets import gcs
+from tests.cli.runs.test_train import curve, params_of, run, same
 from tests.shards import write_dataset
-from tests.test_train import curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

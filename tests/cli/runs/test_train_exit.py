@@ -15,7 +15,7 @@ pytestmark = pytest.mark.multiprocess
 # A preemption notice arrives while JAX shuts down after the run. Each exit code is that of a forked process.
 PROGRAM = """
 import json, os, signal, sys
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.runtime import heartbeat
 
 heartbeat.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)

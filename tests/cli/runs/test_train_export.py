@@ -15,8 +15,8 @@ from maxlm.runtime.preemption import StopRequest
 from maxlm.telemetry.events import read_events
 from maxlm.workdir.files import read_config
 from tests.buckets import s3 as s3_buckets
+from tests.cli.runs.test_train import CONSTANT, params_of, run
 from tests.parameters import decoder_graph, logits
-from tests.test_train import CONSTANT, params_of, run
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

@@ -12,9 +12,9 @@ from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.goodput import CATEGORIES, read_goodput
 from tests import slow_training
+from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
-from tests.test_train import arguments
 
 pytestmark = pytest.mark.multiprocess
 

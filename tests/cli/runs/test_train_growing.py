@@ -10,9 +10,9 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.trainer import batch_source
+from tests.cli.runs.test_train import CONSTANT, arguments, curve, params_of, run, same
 from tests.processes import Processes
 from tests.stepped_preparation import stepped, write_lines
-from tests.test_train import CONSTANT, arguments, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

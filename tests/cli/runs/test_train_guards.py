@@ -20,7 +20,7 @@ from maxlm.trainer.budget import RunBudget
 from maxlm.trainer.throughput import Throughput
 from maxlm.workdir.files import read_config
 from maxlm.workdir.step_dirs import to_path
-from tests.test_train import curve, ends, params_of, run, same
+from tests.cli.runs.test_train import curve, ends, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

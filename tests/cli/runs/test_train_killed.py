@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
+from tests.cli.runs.test_train import arguments, curve, params_of, same
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.faults import how_many, measured
-from tests.test_train import arguments, curve, params_of, same
 
 # The test takes a minute, several on a busy machine, and up to an hour with the full count.
 pytestmark = [pytest.mark.multiprocess, pytest.mark.nightly, pytest.mark.timeout(how_many(900, 3600))]

@@ -8,14 +8,15 @@ import shutil
 import numpy as np
 import pytest
 
-from maxlm import generate, hf, prepare
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.cli.models import generate, hf
+from maxlm.cli.setup import prepare
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.workdir.files import read_config
+from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.huggingface.transformers_models import CASES, make_model
 from tests.processes import Processes
 from tests.starting import make_start
-from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

@@ -6,14 +6,14 @@ import shutil
 import numpy as np
 import pytest
 
-from maxlm import train
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.training.state import abstract_state
 from maxlm.workdir.files import read_config
+from tests.cli.runs.test_train import curve, params_of
 from tests.small import small_layout
 from tests.small_posttraining import make_labels, make_preferences, preference_arguments
 from tests.starting import make_start
-from tests.test_train import curve, params_of
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

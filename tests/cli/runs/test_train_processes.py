@@ -8,20 +8,20 @@ import time
 
 import pytest
 
+from maxlm.cli.runs.train import main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry.events import read_events
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.train import main
 from maxlm.workdir.files import SAMPLES_FILE
+from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.conftest import ROOT
 from tests.cpu import CHEAP_COMPILER
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.faults import measured
 from tests.forking import free_port
 from tests.processes import Processes
-from tests.test_train import arguments, curve, params_of, run, same
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
 

@@ -10,18 +10,19 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from maxlm import checkpoints, generate, grpo, hf, quantize, train
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.cli.models import checkpoints, generate, hf, quantize
+from maxlm.cli.runs import grpo, train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.load import load_model
 from maxlm.training.reference import without_adapters
 from maxlm.training.state import abstract_model
 from maxlm.workdir.files import read_config
+from tests.cli.runs.test_train import curve, params_of, run, same
 from tests.parameters import logits
 from tests.small_posttraining import grpo_arguments, make_preferences, make_prompts, preference_arguments
 from tests.starting import make_start
 from tests.test_bad_input import assert_one_line
-from tests.test_train import curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm import grpo
 from maxlm.checkpoint.manager import saved_steps
+from maxlm.cli.runs import grpo
 from maxlm.errors import EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.events import read_events
@@ -13,9 +13,9 @@ from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer.replay import Replays
 from maxlm.training.replay import is_replayed
+from tests.cli.runs.test_resume import LAST, SETTINGS
+from tests.cli.runs.test_train import CONSTANT, curve, params_of, run, same
 from tests.small_posttraining import grpo_arguments, make_preferences, make_prompts, preference_arguments
-from tests.test_resume import LAST, SETTINGS
-from tests.test_train import CONSTANT, curve, params_of, run, same
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -81,7 +81,7 @@ def test_replays_change_nothing_in_other_runs(dataset, tmp_path, kind):
 
 @pytest.mark.parametrize('objective', ['dpo', 'grpo', 'grpo_async'])
 def test_replays_change_nothing_in_posttraining(tmp_path, objective):
-    from maxlm import train
+    from maxlm.cli.runs import train
 
     (tmp_path / 'data').mkdir()
     if objective == 'dpo':

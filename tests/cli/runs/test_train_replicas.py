@@ -8,8 +8,8 @@ from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED
 from maxlm.telemetry.events import read_events
 from tests import replicas
+from tests.cli.runs.test_train import arguments
 from tests.processes import Processes
-from tests.test_train import arguments
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 

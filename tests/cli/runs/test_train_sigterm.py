@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from maxlm import train
-from maxlm.commands import train as command
+from maxlm.cli.execution import train as command
+from maxlm.cli.runs import train
 from maxlm.errors import EXIT_PREEMPTED
 from maxlm.telemetry.events import read_events
 from maxlm.trainer import run as runs
+from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
-from tests.test_train import arguments
 
 LINE = 'SIGTERM: stopped; run the same command again to continue\n'
 # Sends the signal immediately before JAX is imported.
@@ -63,11 +63,11 @@ def test_sigterm_during_setup(dataset, tmp_path, capsys, monkeypatch, moment):
 
     workdir = tmp_path / 'run'
     monkeypatch.setattr(command if moment == 'load' else runs, moment, interrupted)
-    monkeypatch.setattr(sys, 'argv', ['maxlm.train', *arguments(dataset, workdir)])
+    monkeypatch.setattr(sys, 'argv', ['maxlm train', *arguments(dataset, workdir)])
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with pytest.raises(SystemExit) as caught:
-            train.run()
+            train.run('train')
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,11 +6,10 @@ import subprocess
 
 import pytest
 
-from maxlm import train
-from maxlm.__main__ import VERBS
-from maxlm.completion import SHELLS, main, script
+from maxlm.cli.commands import COMMANDS
+from maxlm.cli.setup.completion import SHELLS, main, script
 from maxlm.config.loading import shipped_configs
-from maxlm.errors import InputError, parser_of
+from maxlm.errors import InputError
 
 # Sets COMP_WORDS as bash does: `=` and `:` are words.
 COMPLETE = r"""
@@ -44,7 +43,7 @@ def complete(scripts, tmp_path):
 
 
 def test_commands_and_options(complete):
-    assert complete('') == {*VERBS}
+    assert complete('') == {*COMMANDS}
     assert complete('tr') == {'train'}
     assert complete('hf', 'export-') == {'export-adapter', 'export-gguf'}
     assert complete('train', '--work') == {'--workdir'}
@@ -84,7 +83,7 @@ def test_zsh_completes_values_after_an_equals_sign(scripts):
 
 def test_fish_has_every_command_and_option(scripts):
     text = scripts['fish']
-    for verb in VERBS:
+    for verb in COMMANDS:
         assert re.search(rf"(?m)^complete -c maxlm .* -a {verb} -d '", text), verb
     options = re.findall(r"(?m)^complete -c maxlm -n '_shtab_maxlm_using train' -l (\S+)", text)
     assert {'config', 'workdir', 'resume'} <= {*options}
@@ -104,9 +103,3 @@ def test_the_shell_accepts_the_script(shell, scripts, tmp_path, capsys):
 def test_an_unknown_shell_is_an_error():
     with pytest.raises(InputError, match="invalid choice: 'tcsh'"):
         main(['tcsh'])
-
-
-def test_a_command_gives_its_parser_without_running():
-    assert parser_of(train.main).prog == 'maxlm train'
-    with pytest.raises(TypeError, match='does not parse its arguments'):
-        parser_of(lambda argv: 0)

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from maxlm import doctor
+from maxlm.cli.setup import doctor
 from maxlm.diagnostics.checks import trial_run
 from maxlm.diagnostics.checks.registry import NAMES
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
+from tests.cli.runs.test_train import SMALL, TINY
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.processes import Processes
-from tests.test_train import SMALL, TINY
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ BARE = """
 import sys
 for name in ('jax', 'jaxlib', 'rich', 'packaging', 'ml_collections', 'psutil', 'numpy'):
     sys.modules[name] = None
-from maxlm import doctor
+from maxlm.cli.setup import doctor
 from maxlm.errors import exit_code
 code = exit_code(doctor.main, ['--only=python,files,packages,ram'])
 print('code', code)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import tenacity
 
-from maxlm import fetch
+from maxlm.cli.setup import fetch
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.errors import exit_code
 from maxlm.storage import download, download_tree
@@ -21,10 +21,10 @@ from tests.conftest import ROOT
 FETCH = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from maxlm import fetch
+from maxlm.cli.setup import fetch
 from maxlm.storage import download
 download.CHUNK_BYTES = 1000
-fetch.run()
+fetch.run('fetch')
 """
 
 

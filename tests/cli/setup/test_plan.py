@@ -1,6 +1,6 @@
 """`maxlm.plan` by estimate: output, suggestions and errors.
 
-tests/test_plan_compiled.py tests compilers.
+tests/cli/setup/test_plan_compiled.py tests compilers.
 """
 
 import json
@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from maxlm import plan
 from maxlm.api import plan as api_plan
+from maxlm.cli.setup import plan
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.targets import CompilerMissingError, parse_target

@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import pytest
 
-from maxlm import plan
+from maxlm.cli.setup import plan
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.gpu_compiler import CACHE
 from tests.conftest import ROOT

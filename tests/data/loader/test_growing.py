@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from maxlm import prepare
+from maxlm.cli.setup import prepare
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST
 from maxlm.data.dataset.records import load_manifest

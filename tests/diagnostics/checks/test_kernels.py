@@ -7,7 +7,7 @@ from maxlm.config.loading import load
 from maxlm.diagnostics.checks.kernels import check_kernels, evaluate_kernels
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.hardware.known_faults import EMPTY_DOCUMENTS
-from maxlm.known_answers import check
+from maxlm.training.known_answers import check
 from tests.diagnostics.machines import CPU, case_on
 
 SMALL = ('model.dim=32', 'model.num_heads=4', 'model.num_layers=1', 'data.seq_len=16', 'train.global_batch_size=8')
@@ -32,7 +32,7 @@ def test_the_kernels_of_the_config_are_tested(tested, monkeypatch):
     result = check_kernels(case_on(CPU, config=config))
     assert (result.status, result.message) == (CheckStatus.OK, f'{len(tested)} kernels compute right results')
     assert tested[0].kernel == 'attention within documents (model.attention=xla)'
-    monkeypatch.setattr('maxlm.known_answers.collectives.wrong_collective', lambda mesh: 'all-reduce is wrong')
+    monkeypatch.setattr('maxlm.training.known_answers.collectives.wrong_collective', lambda mesh: 'all-reduce is wrong')
     assert check_kernels(case_on(CPU, config=config)).status is CheckStatus.FAILURE
 
 

@@ -1,4 +1,4 @@
-"""Tests the trial run of two steps with programs in place of training; tests/test_doctor.py has a real one."""
+"""Tests the trial run of two steps with programs in place of training; `test_doctor` has a real one."""
 
 import os
 import sys

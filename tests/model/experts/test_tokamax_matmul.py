@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.known_answers import experts
-from maxlm.known_answers.check import wrong_kernel
-from maxlm.known_answers.experts import experts_answer
 from maxlm.model.experts import tokamax_matmul as module
 from maxlm.model.experts.tokamax_matmul import tokamax_matmul
+from maxlm.training.known_answers import experts
+from maxlm.training.known_answers.check import wrong_kernel
+from maxlm.training.known_answers.experts import experts_answer
 from tests.gpu_compiler import needs_gpu_compiler, run_python
 from tests.small import small_config
 

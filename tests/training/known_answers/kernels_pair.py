@@ -9,10 +9,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxlm.errors import InputError
-from maxlm.known_answers import check
-from maxlm.known_answers.layers import norm_answer
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
+from maxlm.training.known_answers import check
+from maxlm.training.known_answers.layers import norm_answer
 from tests.small import small_config
 
 

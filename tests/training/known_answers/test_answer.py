@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.known_answers.answer import find_mistake, measure
-from maxlm.known_answers.attention import attention_answer, cache_answer
-from maxlm.known_answers.check import describe, wrong_kernel
-from maxlm.known_answers.experts import experts_answer
-from maxlm.known_answers.kernels import serving_answers, training_answers, training_settings
-from maxlm.known_answers.layers import activation_answer, norm_answer, product_answer
-from maxlm.known_answers.loss import loss_answer
 from maxlm.model.attention import cudnn, kernels
 from maxlm.model.attention.cudnn import lists_documents
+from maxlm.training.known_answers.answer import find_mistake, measure
+from maxlm.training.known_answers.attention import attention_answer, cache_answer
+from maxlm.training.known_answers.check import describe, wrong_kernel
+from maxlm.training.known_answers.experts import experts_answer
+from maxlm.training.known_answers.kernels import serving_answers, training_answers, training_settings
+from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
+from maxlm.training.known_answers.loss import loss_answer
 from tests.model.attention import cudnn_on_cpu
 from tests.small import small_config
 
@@ -225,6 +225,6 @@ def test_inputs_of_waiting_tests_take_no_device_memory():
 
 
 def test_experts_without_tokamax_have_a_message(monkeypatch):
-    monkeypatch.setattr('maxlm.known_answers.experts.installed_version', lambda package: None)
+    monkeypatch.setattr('maxlm.training.known_answers.experts.installed_version', lambda package: None)
     answer = experts_answer(dataclasses.replace(MODEL, expert_matmul='tokamax'), 16, 24)
     assert '(found none)' in answer.remedy

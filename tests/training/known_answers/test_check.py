@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.known_answers import check
-from maxlm.known_answers.check import check_kernels, warn_of_known_faults
 from maxlm.runtime.compilation_cache import CompilationCache
+from maxlm.training.known_answers import check
+from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
 
 GPU = {'index': 0, 'kind': 'NVIDIA H100', 'uuid': 'GPU-1'}
 IDENTITY = {'driver': '580.65.06', 'cuda': '13.0', 'cudnn': '9.25.1', 'devices': [GPU]}

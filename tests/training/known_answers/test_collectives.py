@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxlm.known_answers import collectives
-from maxlm.known_answers.collectives import wrong_collective
+from maxlm.training.known_answers import collectives
+from maxlm.training.known_answers.collectives import wrong_collective
 
 WIDTH = 96
 NAMES = {

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.known_answers.answer import on_each
-from maxlm.known_answers.kernels import training_answers
+from maxlm.training.known_answers.answer import on_each
+from maxlm.training.known_answers.kernels import training_answers
 from maxlm.planning.targets import compiling_for, parse_target, target_devices
 
 spec, *overrides = sys.argv[1:]
