@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step import RECORDED, machine, measure, spikes
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 
 CONFIG = Path(__file__).parent.parent / 'configs' / '1b.py'
 WARMUPS = (5, 35)

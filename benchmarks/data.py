@@ -30,6 +30,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from benchmarks.data_peers import BATCH, WINDOW, MemmapLoader
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.schema import DataConfig
 from maxlm.data.dataset.records import (
     DatasetManifest,
@@ -45,7 +46,7 @@ from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.shuffle import ShuffledIndex
 from maxlm.data.loader.windows import window_batch
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 
 MEAN_DOCUMENT = 600
 PEERS = ('torch', 'streaming', 'litdata')

@@ -18,10 +18,11 @@ import jax
 import numpy as np
 
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.hardware.chips import find_chip
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions, PrefillChunk

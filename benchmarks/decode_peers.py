@@ -31,8 +31,9 @@ from benchmarks.peer_process import Peer
 from benchmarks.serve import SIZES
 from benchmarks.serve_peer import write_llama
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.data.tokenizer.tokenizer import train_bpe
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import progress_bar

@@ -29,9 +29,10 @@ import numpy as np
 from benchmarks.evaluation_peer import Turn
 from benchmarks.peer_process import Peer
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT
 from maxlm.data.tokenizer.tokenizer import Tokenizer, make_tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import progress_bar
 from maxlm.workdir.files import TOKENIZER

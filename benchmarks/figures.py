@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.growth_curves import write_small_png
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.planning.plots import BLUE, GREY, ORANGE, STYLE
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ import numpy as np
 
 from benchmarks.runs import EXCLUDED, call
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.inference.load import load_model
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest
 

@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.model.attention.cudnn import attend_documents, documents_per_row, supports_documents
 from maxlm.model.attention.decode import attend_slots
 from maxlm.model.attention.kernels import AttentionInputs, cudnn

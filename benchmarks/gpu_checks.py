@@ -31,9 +31,10 @@ from benchmarks.step import machine, repository_text, resolve_here
 from benchmarks.text_steps import text_batch
 from maxlm.checkpoint.checksums import read_checksums
 from maxlm.checkpoint.manager import Checkpoints, saved_steps
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.storage.jsonl import JsonlWriter, read_lines

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 
 from benchmarks.step import machine, resolve_here
 from benchmarks.text_steps import text_batches
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step, device_options
 from maxlm.runtime.malloc import disable_malloc_trim

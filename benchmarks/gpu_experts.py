@@ -26,7 +26,8 @@ import numpy as np
 
 from benchmarks.gpu_attention import case_of
 from benchmarks.step import machine
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.training.known_answers.experts import (
     TOLERANCE,
     exact_products,

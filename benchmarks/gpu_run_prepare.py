@@ -17,7 +17,8 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.formatting import format_bytes
 
 ARCHIVE, WHEELS = 'data.tar.gz', 'wheels'

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from benchmarks import growth_data, growth_devices, growth_steps
 from benchmarks.growth_curves import HEADER, Curve, from_json, picture, table, to_json, write_small_png
 from benchmarks.step import machine
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.planning.estimate.cpu import num_cores
 
 

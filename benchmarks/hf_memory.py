@@ -28,10 +28,11 @@ import numpy as np
 from benchmarks.step import machine
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.cli.models import hf
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.workdir.files import CONFIG, read_config
 

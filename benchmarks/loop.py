@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import split_overrides
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 
 # Packages that a run requires.
 NEEDED = ('grain', 'array_record', 'orbax', 'tokenizers', 'tqdm', 'tensorstore')

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from benchmarks.step import machine, random_batch
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import jax
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.cost import DEFAULT_TERMS
 from maxlm.planning.estimate.flops import training_flops

@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.config.loading import split_overrides
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry.metrics import read_metrics
 
 CONFIG = Path(__file__).parent.parent / 'configs' / 'tiny.py'

@@ -24,7 +24,8 @@ import numpy as np
 
 from benchmarks.peer_worker import PEERS, make_config
 from benchmarks.step import machine
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.log import progress_bar
 from maxlm.planning.estimate.flops import training_flops
 

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_peer import SIDES, Task
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.machine import GPU_SHARE
 

@@ -26,10 +26,11 @@ import jax
 import numpy as np
 import scipy.optimize
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.estimate.flops import needs_mask
 from maxlm.planning.estimate.gpu_traffic import SAVED, estimate_gpu_traffic, features, fixed_bytes

@@ -30,11 +30,12 @@ import numpy as np
 
 from benchmarks.data import random_tokens, write_dataset
 from benchmarks.step import machine, random_batch
+from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, ArgumentParser, DeviceError, exit_code
+from maxlm.errors import EXIT_DONE, DeviceError, exit_code
 from maxlm.model import blocks
 from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.compiled import compile as compiling

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.growth_curves import write_small_png
 from benchmarks.posttraining import call
 from benchmarks.step import machine
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.planning.plots import BLUE, ORANGE, STYLE
 from maxlm.telemetry.metrics import read_metrics
 

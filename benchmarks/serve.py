@@ -32,7 +32,8 @@ import numpy as np
 
 from benchmarks.peer_process import Peer
 from benchmarks.step import machine
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.log import progress_bar
 
 SIZES = {

@@ -18,7 +18,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / 'benchmarks' / 'results' / 'soak_cpu2.json'

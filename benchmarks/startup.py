@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.cli.commands import COMMANDS
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.storage.paths import Kind, PathOption
 
 SETTINGS = ('train.num_steps=1', 'train.log_every=1', 'optimizer.warmup_steps=0')

@@ -33,9 +33,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load, split_overrides
 from maxlm.config.schema import Config
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.hardware.chips import capability_of, find_peak
 from maxlm.hardware.identity import identify
 from maxlm.parallel.layout import make_layout

@@ -23,9 +23,10 @@ from pathlib import Path
 import tokenizers
 
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.setup import prepare
 from maxlm.data.tokenizer.tokenizer import train_bpe
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 
 VOCAB = 32_000
 TEXTS_AT_A_TIME = 256

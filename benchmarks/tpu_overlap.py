@@ -22,9 +22,10 @@ from typing import Any
 import jax
 
 from benchmarks.overlap import read_overlap
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.planning.compiled import compile as compiling
 from maxlm.planning.targets import parse_target, target_devices, target_layout
 from maxlm.training.state import abstract_state

@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import default, load
-from maxlm.errors import ArgumentParser, InputError
+from maxlm.errors import InputError
 from tests.conftest import ROOT
 
 PAGE = (ROOT / 'docs/migration.md').read_text()

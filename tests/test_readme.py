@@ -9,10 +9,11 @@ import shlex
 import pytest
 import yaml
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load, split_overrides
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, ArgumentParser, InputError, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT

@@ -5,12 +5,13 @@ import tarfile
 
 import pytest
 
+from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.cli.setup import plan
 from maxlm.config.loading import default, from_json, load
 from maxlm.config.schema import SECTIONS
 from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.renames import (
     KEYS,
     METRIC_PREFIXES,

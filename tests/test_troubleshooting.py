@@ -8,7 +8,8 @@ import shlex
 import numpy as np
 import pytest
 
-from maxlm.errors import EXIT_BAD_INPUT, ArgumentParser, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from tests.conftest import ROOT
 
 PAGE = (ROOT / 'docs/troubleshooting.md').read_text()

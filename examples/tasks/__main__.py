@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from examples.tasks import arithmetic, synth
 from examples.tasks.problem import Problem, write_problems
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code, flag
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, InputError, exit_code, flag
 
 
 class Kind(NamedTuple):

@@ -7,9 +7,10 @@ import pytest
 
 from maxlm.cli.commands import module_of
 from maxlm.cli.hints import HINTS, print_next
+from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import recipe, report
 from maxlm.cli.setup import configs, plan, prepare
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError
+from maxlm.errors import EXIT_DONE, InputError
 from tests.conftest import ROOT
 
 

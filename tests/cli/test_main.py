@@ -10,7 +10,8 @@ import pytest
 
 from maxlm import __main__
 from maxlm.cli.commands import COMMANDS, module_of
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, ArgumentParser, InputError, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, InputError, exit_code
 from tests.conftest import ROOT
 
 

@@ -3,8 +3,8 @@
 from unittest import mock
 
 from maxlm.cli.commands import module_of
+from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load, split_overrides
-from maxlm.errors import ArgumentParser
 
 
 class _ParsedError(Exception):

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry.metrics import metrics_page
 from tools.docs.api_page import api_page
 from tools.docs.cli_page import cli_page
