@@ -16,7 +16,7 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     )
 
     from maxlm.commands.train import execute
-    from maxlm.trainer.rollouts import open_rollouts
+    from maxlm.rl.rollouts import open_rollouts
 
     return execute(options, overrides, open_rollouts, began=began)
 

@@ -214,7 +214,7 @@ def main() -> None:
                 if 'maxlm.train' in sys.modules:
                     # A training command imports these modules only after it has parsed its arguments.
                     importlib.import_module('maxlm.commands.train')
-                    importlib.import_module('maxlm.trainer.rollouts')
+                    importlib.import_module('maxlm.rl.rollouts')
             with warnings.catch_warnings():
                 # Python 3.12 warns about forking because NumPy's BLAS has a thread.
                 warnings.simplefilter('ignore', DeprecationWarning)

@@ -12,8 +12,8 @@ import pytest
 from maxlm import grpo, train
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
+from maxlm.rl.rollouts import RolloutBatches
 from maxlm.telemetry.events import read_events
-from maxlm.trainer.rollouts import RolloutBatches
 from tests.ended_runs import KilledError
 from tests.small_posttraining import (
     WINDOW,
