@@ -213,7 +213,7 @@ def main() -> None:
                 importlib.import_module(request['target'].partition(':')[0])
                 if request['target'] in ('maxlm.train', 'maxlm.grpo'):
                     # A training command imports these modules only after it has parsed its arguments.
-                    for name in ('cli.runs.grpo', 'cli.execution.train', 'trainer.rollouts'):
+                    for name in ('cli.runs.grpo', 'cli.execution.train', 'rl.rollouts'):
                         importlib.import_module(f'maxlm.{name}')
             with warnings.catch_warnings():
                 # Python 3.12 warns about forking because NumPy's BLAS has a thread.

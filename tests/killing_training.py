@@ -25,7 +25,7 @@ from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.events import read_events
 
 # A command imports its implementation only after it has parsed its arguments.
-for name in ('maxlm.cli.execution.train', 'maxlm.trainer.rollouts'):
+for name in ('maxlm.cli.execution.train', 'maxlm.rl.rollouts'):
     importlib.import_module(name)
 
 VERBS = {'train': train.main, 'grpo': grpo.main}

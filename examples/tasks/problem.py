@@ -21,7 +21,7 @@ class Problem(NamedTuple):
         question: user message.
         right: assistant answer that gets the full reward.
         wrong: assistant answer with a typical mistake; '' if this problem allows no mistake.
-        task: fields that the reward functions use, with the keys of maxlm/rewards/rewards.py.
+        task: fields that the reward functions use, with the keys of maxlm/rl/rewards/rewards.py.
     """
 
     question: str

@@ -10,12 +10,12 @@ from maxlm.api.run import Run
 from maxlm.config.config_files import default_workdir
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_FAILED, InputError
+from maxlm.rl.rollouts import open_rollouts
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import open_text
-from maxlm.trainer.rollouts import open_rollouts
 from maxlm.trainer.run import run
 
 

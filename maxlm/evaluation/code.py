@@ -20,7 +20,7 @@ from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import Sampling
-from maxlm.rewards.scorer import RewardScorer, is_correct, pass_at_k
+from maxlm.rl.rewards.scorer import RewardScorer, is_correct, pass_at_k
 from maxlm.storage.json_text import parse_lines
 from maxlm.storage.regular_files import read_bytes
 

@@ -1,1 +1,1 @@
-"""Inference with trained models: loading, sampling, scoring, rollouts and quantization."""
+"""Inference with trained models: loading, sampling, scoring, tool calls and quantization."""

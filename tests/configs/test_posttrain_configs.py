@@ -11,8 +11,8 @@ from maxlm.config.validation_rl import check_grpo
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.dataset.records import load_manifest
 from maxlm.errors import InputError
-from maxlm.rewards.prompts import read_prompts
-from maxlm.rewards.scorer import check_tasks
+from maxlm.rl.rewards.prompts import read_prompts
+from maxlm.rl.rewards.scorer import check_tasks
 from tests.conftest import ROOT
 
 

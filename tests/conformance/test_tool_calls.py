@@ -16,7 +16,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.documents.preference import parse_preference
 from maxlm.errors import InputError
 from maxlm.inference.prompts import chat_prompt
-from maxlm.rewards.prompts import read_prompts
+from maxlm.rl.rewards.prompts import read_prompts
 from maxlm.serving.schema.errors import ApiError
 from tests.conformance.tool_messages import (
     ASK,

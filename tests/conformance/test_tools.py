@@ -9,7 +9,7 @@ import pytest
 from maxlm.data.documents.conversation import parse_conversation
 from maxlm.data.documents.preference import parse_preference
 from maxlm.inference.engine.grammar import Grammars
-from maxlm.rewards.prompts import read_prompts
+from maxlm.rl.rewards.prompts import read_prompts
 from maxlm.serving.request_parsing import conversation_ids
 from maxlm.serving.schema.generation import parse_chat
 from maxlm.serving.schema.tools import call_options

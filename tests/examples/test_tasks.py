@@ -15,9 +15,9 @@ from maxlm.data.chat.token_flags import is_target, token_ids
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.rewards.prompts import read_prompts
-from maxlm.rewards.rewards import numeric
-from maxlm.rewards.scorer import RewardScorer, check_tasks
+from maxlm.rl.rewards.prompts import read_prompts
+from maxlm.rl.rewards.rewards import numeric
+from maxlm.rl.rewards.scorer import RewardScorer, check_tasks
 from tests.preparing import contents
 
 REWARDS = {'arithmetic': 'numeric', 'synth': 'all_tests'}

@@ -38,7 +38,7 @@ class GrpoConfig:
     prompts: str = ''
     # JSONL file of evaluation prompts, evaluated at eval.interval; '' = none.
     eval_prompts: str = ''
-    # Reward of a response (maxlm/rewards/rewards.py), a function of the user ('package.module:function', see
+    # Reward of a response (maxlm/rl/rewards/rewards.py), a function of the user ('package.module:function', see
     # docs/posttraining.md), or a weighted sum of them: 'numeric + 0.1*format'.
     reward: str = 'exact'
     # Reward for evaluations; a response counts as correct if its reward is 1. '' = grpo.reward.

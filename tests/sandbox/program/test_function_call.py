@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from maxlm.rewards.rewards import find_reward
-from maxlm.rewards.tools import Tools
+from maxlm.rl.rewards.rewards import find_reward
+from maxlm.rl.rewards.tools import Tools
 from maxlm.sandbox.functions import FunctionPool
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult

@@ -11,7 +11,7 @@ Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 | choice | `answer`, a letter | 1 if this letter is chosen |
 | format | | 1 if an answer is marked with \\boxed{}, #### or `answer is` |
 | syntax | | 1 if the program can be parsed |
-| tests | `tests`, `cases`; see `maxlm.rewards.code_task` | fraction of passed tests |
+| tests | `tests`, `cases`; see `maxlm.rl.rewards.code_task` | fraction of passed tests |
 | all_tests | `tests`, `cases` | 1 if all tests pass |
 | length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
 
@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 from maxlm.config.user_function import FUNCTION_NAME, is_function_name, load_function
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
-from maxlm.rewards.code_task import extract_code, run_tasks
+from maxlm.rl.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
+from maxlm.rl.rewards.code_task import extract_code, run_tasks
 from maxlm.sandbox.functions import FunctionCall, FunctionPool, UserFunction
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.function_call import FunctionResult, call_function

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.rewards.tools import Tools, tool_function
+from maxlm.rl.rewards.tools import Tools, tool_function
 from maxlm.sandbox.functions import FunctionPool
 from tests.user_modules import write_module
 

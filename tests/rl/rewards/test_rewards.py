@@ -3,8 +3,8 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.rewards import rewards
-from maxlm.rewards.rewards import REWARDS, parse_reward
+from maxlm.rl.rewards import rewards
+from maxlm.rl.rewards.rewards import REWARDS, parse_reward
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 

@@ -4,7 +4,7 @@
     {"messages": [{"role": "user", "content": "Write f(x) …"}], "tests": ["assert f(2) == 4"]}
 
 Messages are rendered with the chat template of the model. With a chat template, a `prompt` is one turn of the user;
-otherwise it is a text that the model continues. The other keys are for rewards; see `maxlm.rewards.rewards`.
+otherwise it is a text that the model continues. The other keys are for rewards; see `maxlm.rl.rewards.rewards`.
 """
 
 from __future__ import annotations

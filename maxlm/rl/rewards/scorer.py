@@ -15,9 +15,9 @@ import numpy as np
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.rewards.code_task import sandbox_jobs
-from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
+from maxlm.rl.rewards.code_task import sandbox_jobs
+from maxlm.rl.rewards.prompts import Prompts
+from maxlm.rl.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
 from maxlm.sandbox.functions import FunctionPool, num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool

@@ -23,7 +23,6 @@ from flax import nnx
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.cast_params import cast_params
-from maxlm.inference.rollout_shape import plan_runs
 from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
@@ -31,6 +30,7 @@ from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
+from maxlm.rl.rollout_shape import plan_runs
 from maxlm.training.state import Params, abstract_model
 
 

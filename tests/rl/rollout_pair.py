@@ -1,4 +1,4 @@
-"""Runs one of two processes that sample responses together: `python -m tests.inference.rollout_pair`.
+"""Runs one of two processes that sample responses together: `python -m tests.rl.rollout_pair`.
 
 These processes and the single-process tests use the same model and prompts.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 
-from maxlm.inference.rollout_generator import Sampler
 from maxlm.parallel.layout import make_layout
+from maxlm.rl.rollout_generator import Sampler
 from maxlm.runtime.initialize import initialize
 from tests.parameters import random_params
 from tests.small import small_config

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.rewards import rewards
-from maxlm.rewards.prompts import Prompts
-from maxlm.rewards.rewards import user_function
-from maxlm.rewards.scorer import RewardScorer, accuracy, check_tasks, is_correct, mean_pass_at_k, pass_at_k
+from maxlm.rl.rewards import rewards
+from maxlm.rl.rewards.prompts import Prompts
+from maxlm.rl.rewards.rewards import user_function
+from maxlm.rl.rewards.scorer import RewardScorer, accuracy, check_tasks, is_correct, mean_pass_at_k, pass_at_k
 from maxlm.sandbox.functions import FunctionPool
 from maxlm.sandbox.limits import SandboxLimits
 from tests.user_modules import write_module

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.inference.rollout_generator import Responses, Sampler, ToolUse
-from maxlm.inference.tools.continuation import ContinuationSampler
-from maxlm.inference.tools.environment import Environment
 from maxlm.parallel.layout import Layout
+from maxlm.rl.rollout_generator import Responses, Sampler, ToolUse
+from maxlm.rl.tool_continuation import ContinuationSampler
+from maxlm.rl.tool_environment import Environment
 from maxlm.training.state import Params
 
 

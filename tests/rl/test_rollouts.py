@@ -9,12 +9,12 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.rollout_generator import Responses
-from maxlm.rewards.prompts import read_prompts
-from maxlm.rewards.rewards import UserRewardError
-from maxlm.rewards.scorer import Scores
+from maxlm.rl.rewards.prompts import read_prompts
+from maxlm.rl.rewards.rewards import UserRewardError
+from maxlm.rl.rewards.scorer import Scores
+from maxlm.rl.rollout_generator import Responses
+from maxlm.rl.rollouts import RolloutBatches
 from maxlm.trainer import rollouts
-from maxlm.trainer.rollouts import RolloutBatches
 from tests.small import small_config, small_layout
 
 T, R, ROWS, NUM_ROLLOUTS = 12, 4, 4, 3

@@ -13,10 +13,10 @@ from jax.experimental import multihost_utils
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.windows import Batch
-from maxlm.inference.rollout_generator import Responses
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
-from maxlm.rewards.scorer import Scores
+from maxlm.rl.rewards.scorer import Scores
+from maxlm.rl.rollout_generator import Responses
 from maxlm.training.losses.grpo import advantages, token_weights
 from maxlm.training.objectives import BATCH_TYPES, make_log_probs
 from maxlm.training.state import Params

@@ -15,14 +15,14 @@ from flax import nnx
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.rollout_generator import Sampler
-from maxlm.inference.rollout_shape import plan_runs
 from maxlm.inference.sampling import Sampling
+from maxlm.rl.rollout_generator import Sampler
+from maxlm.rl.rollout_shape import plan_runs
 from maxlm.training.state import abstract_model
 from tests.inference.engines import new_engine
-from tests.inference.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
 from tests.parameters import random_params
 from tests.processes import Processes
+from tests.rl.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
 from tests.small import EXPERTS, LATENT, small_config, small_layout
 
 VOCAB = SETTINGS['model__vocab_size']
@@ -264,7 +264,7 @@ def test_every_mesh_samples_the_same(mesh, gather_once, llama):
 
 @pytest.mark.multiprocess
 def test_two_processes_sample_the_same_and_have_all(tmp_path):
-    with Processes(2, 1, [], logs=tmp_path / 'logs', module='tests.inference.rollout_pair') as processes:
+    with Processes(2, 1, [], logs=tmp_path / 'logs', module='tests.rl.rollout_pair') as processes:
         assert processes.wait() == [0, 0], processes.output(0) + processes.output(1)
         first, second = (json.loads(process.stdout.splitlines()[-1]) for process in processes.all)
     assert first == second

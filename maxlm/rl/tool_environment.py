@@ -17,7 +17,7 @@ from maxlm.data.chat.tool_results import encode_tool_results
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.tool_calls import ToolCall, ToolCallParser
-from maxlm.rewards.tools import ToolResult, Tools
+from maxlm.rl.rewards.tools import ToolResult, Tools
 from maxlm.sandbox.functions import FunctionPool
 from maxlm.storage.json_text import parse_json
 

@@ -36,16 +36,16 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
-from maxlm.inference.rollout import Rollout
-from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
-from maxlm.inference.rollout_generator import Responses, Sampler
-from maxlm.inference.tools.environment import ToolEnvironment, open_tools
-from maxlm.inference.tools.sampler import ToolSampler, tool_metrics
 from maxlm.parallel.layout import Layout
-from maxlm.rewards.open_functions import open_functions
-from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
-from maxlm.rewards.rewards import Task, UserRewardError
-from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rl.rewards.open_functions import open_functions
+from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
+from maxlm.rl.rewards.rewards import Task, UserRewardError
+from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
+from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_state import Rollout
+from maxlm.rl.tool_environment import ToolEnvironment, open_tools
+from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics

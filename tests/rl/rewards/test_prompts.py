@@ -13,7 +13,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.formats import jsonl
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.rewards.prompts import Prompts, load_encoder, read_prompts
+from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
 CHAT = ChatEncoder(TOKENIZER, ChatTemplate(CHATML, name='test'))

@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.rewards.code_task import extract_code, fraction_passed, outputs_match, run_tasks, sandbox_jobs
+from maxlm.rl.rewards.code_task import extract_code, fraction_passed, outputs_match, run_tasks, sandbox_jobs
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import ExecutionResult, SandboxPool
 

@@ -10,8 +10,8 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.inference.tools import environment
-from maxlm.inference.tools.environment import open_tools
+from maxlm.rl import tool_environment
+from maxlm.rl.tool_environment import open_tools
 from tests.user_modules import write_module
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -73,7 +73,7 @@ def test_the_first_process_runs_the_tools_for_all(tools, monkeypatch):
             return value
         return sent.pop(0)
 
-    monkeypatch.setattr(environment, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
+    monkeypatch.setattr(tool_environment, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     for process in range(2):
         monkeypatch.setattr(jax, 'process_index', lambda process=process: process)

@@ -6,8 +6,8 @@ import contextlib
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.log import logger
-from maxlm.rewards.rewards import parse_reward
-from maxlm.rewards.tools import tool_function
+from maxlm.rl.rewards.rewards import parse_reward
+from maxlm.rl.rewards.tools import tool_function
 from maxlm.sandbox.functions import FunctionPool
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.inference.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
-from maxlm.inference.rollout_generator import Responses, Sampler
-from maxlm.rewards.scorer import RewardScorer
+from maxlm.rl.rewards.scorer import RewardScorer
+from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
+from maxlm.rl.rollout_generator import Responses, Sampler
 from maxlm.training.losses.grpo import advantages
 from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import init_state
@@ -127,7 +127,7 @@ def test_each_process_scores_its_share(monkeypatch):
         for process in range(2):
             monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
             monkeypatch.setattr(
-                'maxlm.inference.rollout_batch.multihost_utils',
+                'maxlm.rl.rollout_batch.multihost_utils',
                 types.SimpleNamespace(process_allgather=lambda tree, tiled: shares.append(tree) or tree),
             )
             gather_scores(scorer.score(texts[scored_rows(5)], tasks[scored_rows(5)]), 5)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from maxlm.inference.rollout import Rollout
-from maxlm.inference.rollout_generator import Responses
+from maxlm.rl.rollout_generator import Responses
+from maxlm.rl.rollout_state import Rollout
 
 
 def test_the_arrays_of_a_rollout_are_complete():

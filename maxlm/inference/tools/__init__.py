@@ -1,1 +1,0 @@
-"""Rollouts in which the model calls tools."""
