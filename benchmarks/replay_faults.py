@@ -45,6 +45,7 @@ from maxlm.trainer import replay
 from maxlm.trainer.replay import Replays
 from maxlm.training import compile as compiling
 from maxlm.training import gradients, step
+from maxlm.training.batch import HOLD
 from maxlm.training.decisions.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
 from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.state import TrainState, abstract_state, init_state
@@ -202,9 +203,9 @@ class Model:
             self.batches = [random_batch(rng, rows, window, VOCABULARY, window) for _ in range(3)]
             state = init_state(self.config, self.layout)
             self.go = jax.device_put(np.bool_(False), self.layout.named())
-            self.program = jitted.lower(state, {**self.put(0), step.HOLD: self.go}).compile()
+            self.program = jitted.lower(state, {**self.put(0), HOLD: self.go}).compile()
         for number in range(TRAINED):
-            state, _ = self.program(state, {**self.put(number), step.HOLD: self.go})
+            state, _ = self.program(state, {**self.put(number), HOLD: self.go})
         self.state = state
         # The attributes of a run that replays use.
         parts: dict[str, Any] = {
@@ -226,8 +227,8 @@ class Model:
 
     def losses(self, first: int, state: TrainState | None = None, fault: np.ndarray = NONE) -> tuple[float, float]:
         """Returns the losses of the steps with the batches `first` and `first` + 1, of which the first has a fault."""
-        state, metrics = self.program(state or self.copy(), {**self.put(first, fault), step.HOLD: self.go})
-        _, following = self.program(state, {**self.put(first + 1), step.HOLD: self.go})
+        state, metrics = self.program(state or self.copy(), {**self.put(first, fault), HOLD: self.go})
+        _, following = self.program(state, {**self.put(first + 1), HOLD: self.go})
         return float(metrics['loss']), float(following['loss'])
 
     def num_arrays(self, place: str) -> int:

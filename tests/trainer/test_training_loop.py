@@ -20,8 +20,8 @@ from maxlm.planning.forecast import estimate
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer import batch_source, checkpointing, preflight, step_runner
+from maxlm.training.batch import HOLD
 from maxlm.training.compile import CompiledStep
-from maxlm.training.step import HOLD
 from maxlm.workdir.files import read_config
 from tests.checkpoint.test_manager import zero_state
 from tests.test_train import arguments, curve

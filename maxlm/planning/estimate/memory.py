@@ -33,8 +33,8 @@ from maxlm.planning.estimate.state_bytes import (
     shard_size,
     stored_bytes,
 )
+from maxlm.training.batch import BATCH_TYPES
 from maxlm.training.flops import attention_workspace, needs_mask
-from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.optimizers.trainable import is_trained
 
 
