@@ -7,7 +7,8 @@ same compiled program. A flip matters if the loss of the step or of the next one
 finite. Each flip is found by the replay of its step, or by the checksum before the next step.
 
 The cost is that of a run of a small model at a fraction of 0.0025. Rounding is the largest difference of a step
-between layouts of eight virtual devices, which add in other orders; `maxlm.training.replay.ROUNDING` follows from it.
+between layouts of eight virtual devices, which add in other orders. `maxlm.training.decisions.replay.ROUNDING` follows
+from it.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, DeviceError, exit_code
 from maxlm.model import blocks
 from maxlm.parallel.layout import Layout, make_layout
-from maxlm.planning.compiled import compile as compiling
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer import replay
 from maxlm.trainer.replay import Replays
+from maxlm.training import compile as compiling
 from maxlm.training import gradients, step
-from maxlm.training.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
-from maxlm.training.run_control import BadSteps
+from maxlm.training.batch import HOLD
+from maxlm.training.decisions.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
+from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.state import TrainState, abstract_state, init_state
 
 CONFIG = Path(__file__).parent.parent / 'configs' / 'tiny.py'
@@ -202,9 +204,9 @@ class Model:
             self.batches = [random_batch(rng, rows, window, VOCABULARY, window) for _ in range(3)]
             state = init_state(self.config, self.layout)
             self.go = jax.device_put(np.bool_(False), self.layout.named())
-            self.program = jitted.lower(state, {**self.put(0), step.HOLD: self.go}).compile()
+            self.program = jitted.lower(state, {**self.put(0), HOLD: self.go}).compile()
         for number in range(TRAINED):
-            state, _ = self.program(state, {**self.put(number), step.HOLD: self.go})
+            state, _ = self.program(state, {**self.put(number), HOLD: self.go})
         self.state = state
         # The attributes of a run that replays use.
         parts: dict[str, Any] = {
@@ -226,8 +228,8 @@ class Model:
 
     def losses(self, first: int, state: TrainState | None = None, fault: np.ndarray = NONE) -> tuple[float, float]:
         """Returns the losses of the steps with the batches `first` and `first` + 1, of which the first has a fault."""
-        state, metrics = self.program(state or self.copy(), {**self.put(first, fault), step.HOLD: self.go})
-        _, following = self.program(state, {**self.put(first + 1), step.HOLD: self.go})
+        state, metrics = self.program(state or self.copy(), {**self.put(first, fault), HOLD: self.go})
+        _, following = self.program(state, {**self.put(first + 1), HOLD: self.go})
         return float(metrics['loss']), float(following['loss'])
 
     def num_arrays(self, place: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.step import MEAN_DOCUMENT, random_batch, repository_text, text_tokens
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
-from maxlm.training.objectives import Batch
+from maxlm.training.batch import Batch
 
 
 def text_batch(rng: np.random.Generator, text: np.ndarray, config: Config) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import SECTIONS
-from maxlm.training.objectives import GRPO_TYPES
+from maxlm.training.batch import GRPO_TYPES
 from maxlm.training.state import abstract_state, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from tests.shared_steps import OTHER_KEYS, OTHER_SECTIONS, SharedSteps, computed_by

@@ -16,8 +16,9 @@ import numpy as np
 from maxlm.config.schema import Config
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.parallel.layout import Layout
+from maxlm.training.batch import Batch
 from maxlm.training.gradients import split_micro_batches
-from maxlm.training.objectives import Batch, make_log_probs
+from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import Params
 
 if TYPE_CHECKING:

@@ -17,8 +17,9 @@ from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
+from maxlm.training.batch import BATCH_TYPES
 from maxlm.training.losses.grpo import advantages, token_weights
-from maxlm.training.objectives import BATCH_TYPES, make_log_probs
+from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import Params
 from maxlm.training.update import working_params
 

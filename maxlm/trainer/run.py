@@ -31,9 +31,9 @@ from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_tea
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
+from maxlm.training.decisions.run_control import Rollback, ended
 from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
 from maxlm.training.known_answers.kernels import training_answers, training_settings
-from maxlm.training.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
 from maxlm.workdir.teacher import with_teacher
 

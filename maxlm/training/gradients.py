@@ -17,7 +17,8 @@ from maxlm.config.schema import Config
 from maxlm.model.attention.ring import zigzag
 from maxlm.parallel.layout import TABLE, Layout
 from maxlm.parallel.partitioning import Partitioning, SingleDevice
-from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
+from maxlm.training.batch import Batch
+from maxlm.training.objectives import LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.reference import reference_params
 from maxlm.training.state import Params, TrainState, param_shardings

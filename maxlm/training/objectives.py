@@ -23,6 +23,7 @@ from maxlm.model.experts.router import RouterStats
 from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
+from maxlm.training.batch import PROXIMAL, TEACHER_TYPES, Batch
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
@@ -31,23 +32,6 @@ from maxlm.training.losses.kto import answer_terms
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
 from maxlm.training.losses.router import ROUTER_PARTS, router_terms
 from maxlm.training.state import Params, abstract_model
-
-# tokens, targets, weights, segments, positions: [B, T] each; optional: sources [B]; for GRPO also GRPO_TYPES.
-Batch = dict[str, jax.Array]
-# The arrays of a batch, as `maxlm.data` produces them; each [B, T].
-BATCH_TYPES = {
-    'tokens': jnp.int32,
-    'targets': jnp.int32,
-    'weights': jnp.float32,
-    'segments': jnp.int32,
-    'positions': jnp.int32,
-}
-# Additional arrays of a batch of GRPO responses, each [B, T]; see `policy_sums`. `weights` are then the loss weights.
-GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
-# Array of a GRPO batch if `Config.has_proximal`, [B, T].
-PROXIMAL = 'proximal_log_probs'
-# Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
-TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
 
 
 class LossSums(NamedTuple):

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from maxlm.config.schema import Config
 from maxlm.config.sections.distill import DistillConfig
 from maxlm.parallel.layout import Layout
+from maxlm.training.batch import HOLD, Batch
 from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
-from maxlm.training.objectives import Batch, LossSums, make_objective, zero_sums
+from maxlm.training.objectives import LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.optimizers.trainable import measured_params
 from maxlm.training.reference import reference_params
@@ -25,9 +26,6 @@ from maxlm.training.reference_point import make_reference_point
 from maxlm.training.spike_guard import check_spike
 from maxlm.training.state import Metrics, Params, TrainState
 from maxlm.training.update import balance_loads, make_update, mean_and_clip
-
-# Optional scalar of a batch. If it is True, the step leaves the complete state unchanged.
-HOLD = 'hold'
 
 
 def make_train_step(

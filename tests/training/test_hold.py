@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.training.step import HOLD, make_train_step
+from maxlm.training.batch import HOLD
+from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
 
 

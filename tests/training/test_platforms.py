@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.parallel.layout import make_layout
-from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.batch import batch_shapes
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
@@ -30,7 +30,7 @@ def lowered(platform, backend, *overrides, spec='1b.py', devices=1):
     config = resolve(config, platform=backend, num_devices=devices, vocab_size=32, windows=100)
     # With several devices, the kernel is inside a partitioning call until the devices are known.
     layout = make_layout(config.mesh, jax.devices()[:devices])
-    batch = {name: jax.ShapeDtypeStruct((32, 2048), kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
+    batch = batch_shapes(config, layout)
     step = jax.jit(make_train_step(config, layout))
     return step.trace(abstract_state(config, layout), batch).lower(lowering_platforms=(platform,)).as_text()
 

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.batch import batch_shapes
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import small_config, small_layout
@@ -16,9 +16,8 @@ def count_operations(**settings):
     """Returns the number of operations of the lowered step; nothing is compiled."""
     config = small_config(**settings)
     layout = small_layout(config)
-    shape = (config.train.global_batch_size, config.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
-    lowered = jax.jit(make_train_step(config, layout)).lower(abstract_state(config, layout), batch)
+    abstract, batch = abstract_state(config, layout), batch_shapes(config, layout)
+    lowered = jax.jit(make_train_step(config, layout)).lower(abstract, batch)
     return lowered.as_text().count(' = ')
 
 

@@ -13,7 +13,7 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
 from maxlm.log import Console, logger
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.model.parameters import count_parameters
 from maxlm.runtime.compilation_cache import enabled_cache
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.serving.limits import ServerLimits

@@ -14,7 +14,6 @@ from maxlm.cli.runs import grpo, train
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, exit_code
 from maxlm.rl.rollouts import RolloutBatches
 from maxlm.telemetry.events import read_events
-from maxlm.rl.rollouts import RolloutBatches
 from tests.cli.runs.test_train import arguments, curve, ends, params_of, run, same
 from tests.ended_runs import KilledError
 from tests.small_posttraining import (

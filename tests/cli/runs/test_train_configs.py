@@ -15,7 +15,7 @@ from maxlm.config.schema import SECTIONS
 from maxlm.errors import EXIT_DONE
 from maxlm.parallel.layout import make_layout
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.batch import batch_shapes
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from maxlm.workdir.files import read_config
@@ -42,9 +42,7 @@ def traced_step(config):
     """Returns the shapes of a state before and after a step, and of its metrics; nothing is computed."""
     layout = make_layout(config.mesh)
     abstract = abstract_state(config, layout)
-    shape = (config.train.global_batch_size, config.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH_TYPES.items()}
-    return abstract, *jax.eval_shape(make_train_step(config, layout), abstract, batch)
+    return abstract, *jax.eval_shape(make_train_step(config, layout), abstract, batch_shapes(config, layout))
 
 
 def resolved(config):

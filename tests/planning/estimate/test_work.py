@@ -9,11 +9,11 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.model.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.experts import rows_of, whole_parameters
-from maxlm.planning.estimate.flops import matmul_parameters
-from maxlm.planning.estimate.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.work import estimate_work
-from maxlm.training.objectives import BATCH_TYPES
+from maxlm.training.batch import batch_shapes
+from maxlm.training.flops import matmul_parameters
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
@@ -31,9 +31,8 @@ SHAPE = {
 def traced_flops(config):
     """Returns the operations of all matmuls in the trace of the real step."""
     layout = small_layout(config)
-    shape = (config.train.global_batch_size, config.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in BATCH_TYPES.items()}
-    traced = jax.jit(make_train_step(config, layout)).trace(abstract_state(config, layout), batch)
+    abstract, batch = abstract_state(config, layout), batch_shapes(config, layout)
+    traced = jax.jit(make_train_step(config, layout)).trace(abstract, batch)
     return product_flops(traced.jaxpr.jaxpr)
 
 

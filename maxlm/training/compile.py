@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
-from maxlm.training.objectives import BATCH_TYPES, GRPO_TYPES, PROXIMAL, TEACHER_TYPES
+from maxlm.training.batch import batch_shapes
 from maxlm.training.state import TrainState
-from maxlm.training.step import HOLD, make_train_step
+from maxlm.training.step import make_train_step
 
 # Disables windowed einsums, which split a product into steps that rotate pieces of an operand (Wang et al. 2023). Each
 # step reads the operands again, and a small Llama on 16 chips of v4 used seven times the temporary memory.
@@ -116,23 +115,10 @@ def compile_train_step(
     """Lowers and compiles the step of a resolved config for the layout's devices; see `make_train_step`.
 
     `options` are XLA options that are added to those of the kind of device. Those of `deterministic_options` take
-    precedence. If `holds` is True, the batches of the step contain HOLD, a replicated boolean scalar.
+    precedence. `holds` is that of `batch_shapes`.
     """
     start = time.perf_counter()
-    shape = (config.train.global_batch_size, config.data.seq_len)
-    kinds = {**BATCH_TYPES, **(GRPO_TYPES if config.train.objective == 'grpo' else {})}
-    if config.train.objective == 'grpo' and config.has_proximal:
-        kinds[PROXIMAL] = jnp.float32
-    batch = {name: jax.ShapeDtypeStruct(shape, kind, sharding=layout.batch) for name, kind in kinds.items()}
-    if config.distill.logits_dir:
-        stored = (*shape, config.distill.top_k)
-        batch |= {
-            name: jax.ShapeDtypeStruct(stored, kind, sharding=layout.batch) for name, kind in TEACHER_TYPES.items()
-        }
-    if num_sources:
-        batch['sources'] = jax.ShapeDtypeStruct(shape[:1], jnp.int32, sharding=layout.named('batch'))
-    if holds:
-        batch[HOLD] = jax.ShapeDtypeStruct((), jnp.bool_, sharding=layout.named())
+    batch = batch_shapes(config, layout, num_sources, holds=holds)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
         make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())
