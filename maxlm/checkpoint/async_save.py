@@ -1,4 +1,4 @@
-"""Asynchronous save of one step."""
+"""Async checkpoint: saves one step while training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss on held-out text by window, by source and by position.
+"""Perplexity of held-out text: its loss by window, by source and by position.
 
 Shapes: A microbatches, B rows of a microbatch, T length, W windows, S sources, K position classes.
 """

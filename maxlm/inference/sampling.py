@@ -1,4 +1,4 @@
-"""Samples the next token from logits.
+"""Samples the next token from logits: temperature, top-k, top-p, min-p and repetition penalty.
 
 Shapes: B rows, V vocabulary, W words of 32 tokens, C reported top tokens.
 """

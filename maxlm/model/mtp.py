@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2), used only in training.
+"""MTP modules (multi-token prediction, DeepSeek-AI 2024, "DeepSeek-V3", section 2.2), used only in training.
 
 Module d predicts the token after next (d = 1) or a later one. It receives the hidden states of module d - 1, where
 module 0 is the model itself, and the embedding of the token d positions ahead. Embedding and output head are those of

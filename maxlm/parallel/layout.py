@@ -1,6 +1,8 @@
 """Placement of arrays: the device mesh and the table from logical axes to mesh axes.
 
-The layout of a run follows from `mesh.*` and this table. The model names logical axes and does not depend on the mesh.
+The layout of a run follows from `mesh.*` and this table: data parallelism, fully sharded data parallelism (FSDP),
+tensor parallelism, expert parallelism and pipeline parallelism. The model names logical axes and does not depend on the
+mesh.
 """
 
 from __future__ import annotations

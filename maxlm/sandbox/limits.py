@@ -1,4 +1,4 @@
-"""Timeout, memory and file limits of a program in the sandbox."""
+"""Sandbox timeout, memory limit and file limits of a program."""
 
 from __future__ import annotations
 

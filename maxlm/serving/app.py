@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,7 +24,7 @@ from maxlm.serving.request_parsing import EngineRequests, parse_chat_request, pa
 from maxlm.serving.responses import ResponseBuilder
 from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.schema.generation import RequestBase, parse_chat, parse_completion
-from maxlm.serving.schema.openapi import openapi_document
+from maxlm.serving.schema.openapi import DESCRIPTION, openapi_document, route_options
 from maxlm.serving.schema.paths import (
     CHAT,
     COMPLETIONS,
@@ -44,6 +44,9 @@ from maxlm.serving.service import Service
 from maxlm.serving.streaming import CompletionResponse
 from maxlm.serving.tokenization import detokenize, tokenize, tokenizer_info
 
+# Path → options that document the endpoint.
+_RouteOptions = Mapping[str, Mapping[str, Any]]
+
 
 def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str] = (), docs: bool = False) -> ASGIApp:
     """Returns the ASGI app of a service.
@@ -55,14 +58,24 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
         docs: serve the API reference and the OpenAPI document.
     """
     # FastAPI's own pages are disabled, because they load scripts from other hosts.
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title='maxlm',
+        version=maxlm.__version__,
+        description=DESCRIPTION,
+        servers=[{'url': '/'}],
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_exception)
-    _add_information(app, service)
-    _add_pages(app, service, docs=docs)
-    _add_tasks(app, service)
+    options = route_options(service.served.name)
+    _add_information(app, service, options)
+    _add_tasks(app, service, options)
+    _add_pages(app, docs=docs)
     secured = SecurityMiddleware(app, service, access)
     if not origins:
         return secured
@@ -72,16 +85,17 @@ def make_app(service: Service, access: AccessPolicy, *, origins: Collection[str]
     )
 
 
-def _add_information(app: FastAPI, service: Service) -> None:
+def _add_information(app: FastAPI, service: Service, options: _RouteOptions) -> None:
     """Adds the endpoints that describe the server and its model."""
     served, limits, created = service.served, service.limits, int(time.time())
 
-    @app.api_route(HEALTH, methods=['GET', 'HEAD'])
+    @app.head(HEALTH, include_in_schema=False)
+    @app.get(HEALTH, **options[HEALTH])
     async def health() -> Response:
         status, content = service.health
         return JSONResponse(content, status)
 
-    @app.get(METRICS)
+    @app.get(METRICS, **options[METRICS])
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
 
@@ -101,39 +115,39 @@ def _add_information(app: FastAPI, service: Service) -> None:
             'special_tokens': served.tokenizer.boundary_names,
         }
 
-    @app.get(MODELS)
+    @app.get(MODELS, **options[MODELS])
     async def list_models() -> Response:
         return JSONResponse({'object': 'list', 'data': [model()]})
 
-    @app.get(MODELS + '/{name:path}')
+    @app.get(MODELS + '/{name:path}', include_in_schema=False)
     async def show_model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(model())
 
 
-def _add_pages(app: FastAPI, service: Service, *, docs: bool) -> None:
-    """Adds the chat page and, with `docs`, the API reference."""
+def _add_pages(app: FastAPI, *, docs: bool) -> None:
+    """Adds the chat page and, with `docs`, the API reference of the endpoints that the app has."""
     page = chat_page()
 
-    @app.api_route(PAGE, methods=['GET', 'HEAD'])
+    @app.api_route(PAGE, methods=['GET', 'HEAD'], include_in_schema=False)
     async def show_page(request: Request) -> Response:
         return page.response(request)
 
     if not docs:
         return
-    document = openapi_document(service.served.name, maxlm.__version__)
+    document = openapi_document(app)
     reference = api_reference(document)
 
-    @app.get(OPENAPI)
+    @app.get(OPENAPI, include_in_schema=False)
     async def show_document() -> Response:
         return JSONResponse(document)
 
-    @app.get(DOCS)
+    @app.get(DOCS, include_in_schema=False)
     async def show_reference(request: Request) -> Response:
         return reference.response(request)
 
 
-def _add_tasks(app: FastAPI, service: Service) -> None:
+def _add_tasks(app: FastAPI, service: Service, options: _RouteOptions) -> None:
     """Adds the endpoints that use the model or its tokenizer."""
     served, context = service.served, service.served.engine.max_context
 
@@ -155,7 +169,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
         prepared = await service.grammars.prepare(parsed, receive=request.receive, started=started)
         return _completion_response(service, api_request, prepared, chat=chat, started=started)
 
-    @app.post(COMPLETIONS)
+    @app.post(COMPLETIONS, **options[COMPLETIONS])
     async def complete(request: Request) -> Response:
         def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
             completion = parse_completion(body)
@@ -164,7 +178,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
 
         return await respond(request, parse, chat=False)
 
-    @app.post(CHAT)
+    @app.post(CHAT, **options[CHAT])
     async def chat(request: Request) -> Response:
         def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
             conversation = parse_chat(body, max_context=context)
@@ -173,7 +187,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
 
         return await respond(request, parse, chat=True)
 
-    @app.post(EMBEDDINGS)
+    @app.post(EMBEDDINGS, **options[EMBEDDINGS])
     async def embed(request: Request) -> Response:
         def parse(body: bytes) -> Response:
             inputs = parse_request(EmbeddingRequest, body)
@@ -187,7 +201,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
 
         return await read(request, parse, chat=False)
 
-    @app.post(TOKENIZE)
+    @app.post(TOKENIZE, **options[TOKENIZE])
     async def show_tokens(request: Request) -> Response:
         def parse(body: bytes) -> Response:
             text = parse_tokenize(body, max_context=context)
@@ -197,7 +211,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
         # The text may be a conversation, whose template may be slow.
         return await read(request, parse, chat=True)
 
-    @app.post(DETOKENIZE)
+    @app.post(DETOKENIZE, **options[DETOKENIZE])
     async def show_text(request: Request) -> Response:
         def parse(body: bytes) -> Response:
             tokens = parse_request(DetokenizeRequest, body)
@@ -206,7 +220,7 @@ def _add_tasks(app: FastAPI, service: Service) -> None:
 
         return await read(request, parse, chat=False)
 
-    @app.get(TOKENIZER_INFO)
+    @app.get(TOKENIZER_INFO, **options[TOKENIZER_INFO])
     async def show_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 

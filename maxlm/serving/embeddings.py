@@ -1,4 +1,4 @@
-"""Embeddings: the mean of the last hidden states of each input, normalized to an L2 norm of 1 as in OpenAI's API."""
+"""Embeddings endpoint: the mean of the last hidden states of each input, normalized to an L2 norm of 1."""
 
 from __future__ import annotations
 

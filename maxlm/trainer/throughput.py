@@ -1,4 +1,4 @@
-"""Throughput and MFU: tokens per second, step time and pauses of a run."""
+"""Training throughput and MFU: tokens per second, step time and pauses of a run."""
 
 from __future__ import annotations
 

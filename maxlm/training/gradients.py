@@ -1,4 +1,4 @@
-"""Gradients of a global batch: accumulation over micro-batches and reduction over devices.
+"""Gradients of a global batch: gradient accumulation over micro-batches and reduction over devices.
 
 Shapes: A accumulation steps, B batch, T length.
 """

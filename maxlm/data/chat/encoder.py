@@ -1,4 +1,4 @@
-"""Encodes conversations as tokens with flags. The loss covers only messages of the assistant.
+"""Encodes conversations as tokens with a loss mask: the loss covers only messages of the assistant.
 
 Text of the template and text of the data are distinguished: only the template can produce special tokens.
 """

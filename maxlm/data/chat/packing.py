@@ -1,4 +1,4 @@
-"""Packs complete conversations or preference pairs into sequences of a fixed length.
+"""Sequence packing of conversations and preference pairs, each of which stays complete.
 
 The algorithm is online best fit: each conversation goes into the fullest open sequence with enough space. A sequence
 is written when it is full, or when too many sequences are open. The result depends only on the conversations and their

@@ -1,4 +1,4 @@
-"""Loss masks in token ids. The top bits mark tokens that are no targets and tokens that start documents.
+"""Loss mask in token ids. The top bits mark tokens that are no targets and tokens that start documents.
 
 Conversations need both flags. The loss covers only messages of the assistant. The token at the end of a turn may be the
 end-of-document token, so document boundaries cannot be found by id.

@@ -1,5 +1,6 @@
-"""Removal of documents that contain parts of evaluation sets: Brown et al., Language Models are Few-Shot Learners
-(2020), arXiv:2005.14165, appendix C.
+"""Decontamination: removes documents that contain parts of evaluation sets.
+
+After Brown et al. 2020, "Language Models are Few-Shot Learners" (arXiv:2005.14165), appendix C.
 
 A document is removed if it shares 13 consecutive words with an evaluation text, ignoring case and punctuation. Of
 shorter evaluation texts, all words must be in the document in order, and texts of fewer than 8 words are ignored. The

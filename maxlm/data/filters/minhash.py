@@ -1,4 +1,4 @@
-"""Signatures for deduplication: 16 bytes per document for exact duplicates, 512 bytes more for near-duplicates.
+"""MinHash signatures for deduplication: 16 bytes per document for exact duplicates, 512 bytes more for near-duplicates.
 
 Documents are similar if their sets of shingles are similar. A shingle is five consecutive words in lowercase without
 punctuation, as is usual for prose and code (Kocetkov et al., The Stack, 2022; Penedo et al., FineWeb, 2024). Each

@@ -1,4 +1,4 @@
-"""Weighted mixtures of sources: map a row of the endless training data to its source as a pure function."""
+"""Weighted data mixture: maps a row of the endless training data to its source as a pure function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random access to windows: training sequences of a fixed length that contain packed documents."""
+"""Sequence packing of documents: random access to windows, the training sequences of a fixed length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Continuous batching: requests join and leave at any time, and each forward pass serves all active requests.
+"""Request scheduler with continuous batching: requests join and leave at any time, and a forward pass serves all.
 
 Each sample has a cache slot for the keys and values of its tokens. Slots keep their content after a sample ends. A
 prompt that shares a prefix with any slot reuses that prefix, and only the rest is prefilled. The host reads tokens one

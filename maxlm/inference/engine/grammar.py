@@ -1,4 +1,4 @@
-"""Grammars that restrict generated tokens, such as a JSON schema.
+"""Structured output: grammars that restrict generated tokens, such as a JSON schema.
 
 A grammar can take any amount of time and memory. Therefore each one is compiled in a process of its own, with limits,
 which also computes the masks of all samples with this grammar: see `grammar_worker`. If a limit is exceeded, the

@@ -1,4 +1,4 @@
-"""Cache slots of the engine and their assignment to prompts."""
+"""Prefix cache: the cache slots of the engine and their assignment to prompts that begin with the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key/value heads, sliding windows and an optional cache.
+"""Causal self-attention with grouped-query attention (GQA), sliding windows and an optional KV cache.
 
 Shapes: B batch, T query length, S key length, D dim, N query heads, K key/value heads, H head dim.
 """

@@ -1,4 +1,4 @@
-"""cuDNN attention within packed documents, given by a list of their offsets instead of a mask.
+"""cuDNN flash attention within packed documents, given by a list of their offsets instead of a mask.
 
 With a mask, cuDNN computes every score and adds an array [B, T, S] to the scores. With a list of documents, it skips
 the scores between different documents, as it skips future keys. The list contains the documents of all rows on a device

@@ -1,4 +1,4 @@
-"""The router, which selects the experts of each token, and its statistics.
+"""Expert routing: the router, which selects the experts of each token, and its statistics.
 
 Shapes: B batch, T length, N tokens, D dim, E experts, k experts per token, G groups of experts, X experts of a group.
 """

@@ -1,4 +1,4 @@
-"""Key/value caches.
+"""KV cache: the keys and values of earlier tokens, which decoding reads instead of computing them again.
 
 Shapes: B batch, T query length, D dim, L layers, S slots, K key/value heads, H head dim.
 """

@@ -1,4 +1,4 @@
-"""Low-rank adapters of projections (Hu et al. 2022, "LoRA").
+"""LoRA adapters: low-rank updates of projections (Hu et al. 2022, "LoRA").
 
 A projection with an adapter is y = x · kernel + scale · (x · lora_a) · lora_b + bias; see `maxlm.model.layers.linear`.
 """

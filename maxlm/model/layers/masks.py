@@ -1,4 +1,4 @@
-"""Causal and sliding-window masks.
+"""Causal mask of attention scores, with an optional sliding window.
 
 Shapes: B batch, T query length, S key length.
 """

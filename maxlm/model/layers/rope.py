@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, RoFormer), in the half-split layout of GPT-NeoX and Llama.
+"""Rotary position embedding, RoPE (Su et al. 2021, RoFormer), in the half-split layout of GPT-NeoX and Llama.
 
 Shapes: B batch, T length, N heads, H head dim, P rotated pairs (R = 2P rotated dims), 1 broadcast.
 """

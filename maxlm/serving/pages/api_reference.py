@@ -44,10 +44,14 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
         parts.append(_table(_resolved(content['schema'], schemas), schemas))
         body = json.dumps(content['example'], ensure_ascii=False)
         command += f" \\\n  -H 'Content-Type: application/json' \\\n  -d '{body}'"
-    (example,) = (content['example'] for content in operation['responses']['200']['content'].values())
-    response = example if isinstance(example, str) else json.dumps(example, indent=2, ensure_ascii=False)
-    for title, code in (('Example', command), ('Response', response)):
-        parts.append(f'<h3>{title}</h3><pre tabindex="0"><code>{_escape(code)}</code></pre>')
+    parts.append(f'<h3>Example</h3>{_code(command)}<h3>Response</h3>')
+    for content in operation['responses']['200']['content'].values():
+        if (example := content.get('example')) is None:
+            parts.append(f'<p>{_escape(content["schema"]["description"])}</p>')
+        else:
+            parts.append(
+                _code(example if isinstance(example, str) else json.dumps(example, indent=2, ensure_ascii=False))
+            )
     return f'{"".join(parts)}</section>'
 
 
@@ -88,6 +92,10 @@ def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]
 
 def _anchor(path: str) -> str:
     return path.strip('/').replace('/', '-').replace('.', '-')
+
+
+def _code(text: str) -> str:
+    return f'<pre tabindex="0"><code>{_escape(text)}</code></pre>'
 
 
 def _escape(text: str) -> str:

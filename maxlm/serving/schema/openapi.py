@@ -1,15 +1,22 @@
-"""OpenAPI document of the HTTP API."""
+"""Documentation of the endpoints, from which FastAPI creates the OpenAPI document.
+
+FastAPI describes only bodies that it parses. The endpoints parse bodies themselves, within limits, so the schemas of
+requests are added here.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from maxlm.serving.schema.generation import ChatCompletionRequest, CompletionRequest
 from maxlm.serving.schema.paths import (
     CHAT,
+    COMPLETION_PATHS,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
@@ -22,23 +29,26 @@ from maxlm.serving.schema.paths import (
 )
 from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
+DESCRIPTION = (
+    'OpenAI-compatible API. Other parameters of OpenAI are ignored if they have no effect, and rejected by name '
+    'otherwise.'
+)
 _REF = '#/components/schemas/{model}'
-_ERROR = {
-    'type': 'object',
-    'properties': {
-        'error': {
-            'type': 'object',
-            'properties': {
-                'message': {'type': 'string', 'description': 'One line of text.'},
-                'type': {'type': 'string', 'description': 'Kind of the error.'},
-                'param': {'type': ['string', 'null'], 'description': 'Name of the invalid parameter.'},
-                'code': {'type': ['string', 'null'], 'description': 'Machine-readable code.'},
-            },
-            'required': ['message', 'type', 'param', 'code'],
-        }
-    },
-    'required': ['error'],
-}
+
+
+class ErrorDetail(BaseModel):
+    """An error."""
+
+    message: str = Field(description='One line of text.')
+    type: str = Field(description='Kind of the error.')
+    param: str | None = Field(description='Name of the invalid parameter.')
+    code: str | None = Field(description='Machine-readable code.')
+
+
+class Error(BaseModel):
+    """The body of an error response."""
+
+    error: ErrorDetail = Field(description='The error.')
 
 
 class _Endpoint(NamedTuple):
@@ -50,56 +60,47 @@ class _Endpoint(NamedTuple):
     example: dict[str, Any] | None
     response: Any
 
-
-def openapi_document(model: str, version: str) -> dict[str, Any]:
-    """Returns the OpenAPI 3.1 document of a server.
-
-    Args:
-        model: name of the served model, for examples.
-        version: version of maxlm.
-    """
-    endpoints = _endpoints(model)
-    mode: Literal['validation'] = 'validation'
-    requests = [(endpoint.request, mode) for endpoint in endpoints if endpoint.request is not None]
-    _, definitions = models_json_schema(requests, ref_template=_REF)
-    return {
-        'openapi': '3.1.0',
-        'info': {
-            'title': 'maxlm',
-            'version': version,
-            'description': 'OpenAI-compatible API. Other parameters of OpenAI are ignored if they have no effect, and '
-            'rejected by name otherwise.',
-        },
-        'servers': [{'url': '/'}],
-        'paths': {
-            endpoint.path: {'get' if endpoint.request is None else 'post': _operation(endpoint)}
-            for endpoint in endpoints
-        },
-        'components': {
-            'schemas': {**definitions['$defs'], 'Error': _ERROR},
-            'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}},
-        },
-    }
-
-
-def _operation(endpoint: _Endpoint) -> dict[str, Any]:
-    media_type = 'text/plain' if isinstance(endpoint.response, str) else 'application/json'
-    error = {'description': 'Error', 'content': {'application/json': {'schema': {'$ref': _REF.format(model='Error')}}}}
-    operation: dict[str, Any] = {
-        'summary': endpoint.summary,
-        'responses': {
-            '200': {'description': 'Success', 'content': {media_type: {'example': endpoint.response}}},
-            'default': error,
-        },
-    }
-    if endpoint.path not in PUBLIC_PATHS:
+    def route_options(self) -> dict[str, Any]:
+        response_class = PlainTextResponse if isinstance(self.response, str) else JSONResponse
+        content: dict[str, Any] = {response_class.media_type: {'example': self.response}}
+        if self.path in COMPLETION_PATHS:
+            content['text/event-stream'] = {
+                'schema': {
+                    'type': 'string',
+                    'description': 'With stream=true: events `data: CHUNK`, where CHUNK is JSON, and finally '
+                    '`data: [DONE]`. An error is also an event.',
+                }
+            }
         # The key is optional, because a server may have none.
-        operation['security'] = [{'key': []}, {}]
-    if endpoint.request is not None:
-        schema = {'$ref': _REF.format(model=endpoint.request.__name__)}
-        content = {'application/json': {'schema': schema, 'example': endpoint.example}}
-        operation['requestBody'] = {'required': True, 'content': content}
-    return operation
+        extra: dict[str, Any] = {} if self.path in PUBLIC_PATHS else {'security': [{'key': []}, {}]}
+        if self.request is not None:
+            body = {'schema': {'$ref': _REF.format(model=self.request.__name__)}, 'example': self.example}
+            extra['requestBody'] = {'required': True, 'content': {'application/json': body}}
+        return {
+            'summary': self.summary,
+            'response_class': response_class,
+            'responses': {
+                200: {'description': 'Success', 'content': content},
+                'default': {'description': 'Error', 'model': Error},
+            },
+            'openapi_extra': extra,
+        }
+
+
+def route_options(model: str) -> dict[str, dict[str, Any]]:
+    """Returns options of FastAPI's routes, by path. `model` is the name of the served model, for examples."""
+    return {endpoint.path: endpoint.route_options() for endpoint in _endpoints(model)}
+
+
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Returns the OpenAPI 3.1 document of an app whose routes have these options."""
+    document = app.openapi()
+    mode: Literal['validation'] = 'validation'
+    requests = [(endpoint.request, mode) for endpoint in _endpoints('') if endpoint.request is not None]
+    _, definitions = models_json_schema(requests, ref_template=_REF)
+    document['components']['schemas'] |= definitions['$defs']
+    document['components']['securitySchemes'] = {'key': {'type': 'http', 'scheme': 'bearer'}}
+    return document
 
 
 def _endpoints(model: str) -> list[_Endpoint]:

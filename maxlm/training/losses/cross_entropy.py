@@ -1,4 +1,4 @@
-"""Next-token cross-entropy in chunks, with gradients computed in the forward pass.
+"""Next-token cross-entropy and z-loss in chunks, with gradients computed in the forward pass.
 
 The loss is a sum, so the gradients of a chunk are known as soon as its logits are. The logits of each chunk are
 computed once, used for the loss and its gradients, and freed (Hsu et al. 2024, "Liger Kernel"). The backward pass

@@ -1,4 +1,4 @@
-"""DPO, IPO and ORPO losses of preference pairs, as pure functions.
+"""DPO loss, IPO loss and ORPO loss of preference pairs, as pure functions.
 
 Rafailov et al. 2023, "Direct Preference Optimization"; Azar et al. 2023, "A General Theoretical Paradigm to Understand
 Learning from Human Preferences"; Hong et al. 2024, "ORPO: Monolithic Preference Optimization without Reference Model".

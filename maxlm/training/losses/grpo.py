@@ -1,4 +1,4 @@
-"""Advantages and loss of GRPO, as pure functions.
+"""Advantages and GRPO loss of sampled responses, as pure functions.
 
 Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", Liu et al. 2025, "Understanding
 R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization". For asynchronous rollouts, Fu et

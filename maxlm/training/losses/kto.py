@@ -1,4 +1,4 @@
-"""KTO and APO-zero losses of answers with labels, as pure functions.
+"""KTO loss and APO-zero loss of answers with labels, as pure functions.
 
 Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic Optimization"; D'Oosterlinck et al. 2024, "Anchored
 Preference Optimization and Contrastive Revisions in LLMs".

@@ -1,4 +1,4 @@
-"""Losses and metrics of the routers of a model with experts.
+"""Load-balancing loss, z-loss and metrics of the routers of a model with experts.
 
 Shapes: B batch, T length, M micro-batches, L layers with experts.
 """
