@@ -252,6 +252,12 @@ def test_all_files_have_the_same_version():
     assert {PROJECT['project']['version'], citation['version'], changelog[0]} == {maxlm.__version__}
 
 
+def test_the_newest_version_of_the_changelog_is_short():
+    newest = re.split(r'(?m)^## ', (ROOT / 'CHANGELOG.md').read_text())[1]
+    assert re.findall(r'(?m)^### (.+)', newest)[:2] == ['Highlights', 'Breaking changes']
+    assert 0 < len(re.findall(r'(?m)^- ', newest)) <= 80
+
+
 @pytest.mark.parametrize('path', sorted((ROOT / '.github').rglob('*.yml')), ids=lambda path: path.name)
 def test_forms_have_unique_labels(path):
     form = yaml.safe_load(path.read_text())
