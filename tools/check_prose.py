@@ -86,7 +86,8 @@ def errors_without_remedy(tree: ast.AST, caught: frozenset[str] = frozenset()) -
 
 def comments_of(source: str) -> Iterator[tuple[int, str]]:
     """Yields line number and text of each comment; consecutive lines with nothing else are one comment."""
-    start, lines = 0, []
+    start = 0
+    lines: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
