@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_run_prepare DIRECTORY [--input PATH …] [--python-version=3.12]
 
-Writes DIRECTORY/data.tar.gz, a data set of the documentation of Debian's packages on this machine, and the wheels in
-DIRECTORY/wheels that `maxlm.train` needs in addition to jax, flax, optax, orbax-checkpoint and tokenizers. The wheels
-have the versions that are installed here. Prints the sizes, and fails if all files together are larger than
+Writes a data set and wheels. DIRECTORY/data.tar.gz contains the documentation of Debian's packages on this machine.
+DIRECTORY/wheels contains what `maxlm.train` needs in addition to jax, flax, optax, orbax-checkpoint and tokenizers. The
+wheels have the versions that are installed here. Prints the sizes, and fails if all files together are larger than
 --limit-mib. Needs a network for the wheels.
 """
 

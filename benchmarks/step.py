@@ -51,9 +51,10 @@ PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')
 ROOT = Path(__file__).parent.parent
 # Batches alternate, so that none stays in a cache.
 BATCHES = 4
-# Neighbors of a step on each side, the first step that is checked, and how far its loss may be above the median of them
-# and of itself, relative to the median. A falling loss is its own median. From that step on, the losses of the two runs
-# of 43 steps in benchmarks/results/1b_*h200.json are at most 4.6 % above, except for the spike, which is 155 % above.
+# The number of neighbors of a step on each side, the first step that is checked, and the largest excess of its loss.
+# The excess is relative to the median of the step and its neighbors. A falling loss is its own median. From that step
+# on, the two runs of 43 steps in benchmarks/results/1b_*h200.json exceed the median by at most 4.6 %. The only
+# exception is the spike, which exceeds it by 155 %.
 NEIGHBORS, FIRST, SPIKE = 4, 4, 0.10
 # Allowed relative difference between two runs at each of the first EARLY steps, and later. While the loss falls by 5 to
 # 30 % per step, a small lag is a large difference. In the same two results, bfloat16 and fp8 differ by at most 3 %

@@ -65,8 +65,8 @@ def get_config(variant: str = '') -> ConfigDict:
     config.optimizer.max_grad_norm = 1.0
 
     # Shards the optimizer state over all devices. Each device sums its gradients, and the sums are reduced once per
-    # step. With ZeRO-2, which reduces them in every micro-batch, the step would take 1 % longer on 8 × H100 and 14 %
-    # on 8 × L40S, whose links are slower; with ZeRO-3, which also gathers parameters in every micro-batch, 6 % on H100.
+    # step. ZeRO-2 reduces them in every micro-batch. The step would then take 1 % longer on 8 × H100 and 14 % on 8 ×
+    # L40S, whose links are slower; with ZeRO-3, which also gathers parameters in every micro-batch, 6 % on H100.
     config.mesh.fsdp = -1
     config.mesh.zero_stage = 1
 

@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import yaml
+from check_jsonschema.cli import main as check_jsonschema
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -19,8 +20,13 @@ PROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 LOCK = (ROOT / 'requirements.lock').read_text()
 CLASSIFIER = 'Programming Language :: Python :: '
 PYTHONS = [name.removeprefix(CLASSIFIER) for name in PROJECT['project']['classifiers'] if name.startswith(CLASSIFIER)]
-RELEASE, TESTS = (yaml.safe_load((ROOT / f'.github/workflows/{name}.yml').read_text()) for name in ('release', 'tests'))
-WORKFLOWS = [RELEASE, TESTS]
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / '.github/workflows').iterdir()}
+RELEASE, TESTS, JAX, DOCS = (WORKFLOWS[name] for name in ('release', 'tests', 'jax', 'docs'))
+# Permissions of the jobs that publish, by their environment. All other jobs can only read.
+PERMISSIONS = {
+    'pypi': {'contents': 'read', 'id-token': 'write'},
+    'github-pages': {'pages': 'write', 'id-token': 'write'},
+}
 PINNED = r'[\w-]+/[\w-]+@[0-9a-f]{40}'
 
 
@@ -94,20 +100,37 @@ def test_every_entry_has_hashes_and_no_address():
     assert malformed(read_lock(planted)) == ['b==2', 'c>=3']
 
 
-@pytest.mark.parametrize('workflow', WORKFLOWS, ids=lambda workflow: workflow['name'])
-def test_workflows_pin_actions_and_have_read_permission(workflow):
+def environment_of(job):
+    """Returns the name of the environment of a job; None if it has none."""
+    environment = job.get('environment')
+    return environment['name'] if isinstance(environment, dict) else environment
+
+
+@pytest.mark.parametrize('name', WORKFLOWS)
+def test_workflows_pin_actions_and_have_read_permission(name):
+    workflow = WORKFLOWS[name]
+    assert workflow['name'] == name
     jobs = workflow['jobs'].values()
     assert workflow['permissions'] == {'contents': 'read'}
-    assert not any('permissions' in job for job in jobs if job.get('environment') != 'pypi')
+    assert [job.get('permissions') for job in jobs] == [PERMISSIONS.get(environment_of(job)) for job in jobs]
     steps = [step for job in jobs for step in job.get('steps', ())]
     assert [step['uses'] for step in steps if 'uses' in step and not re.fullmatch(PINNED, step['uses'])] == []
     assert not re.fullmatch(PINNED, 'actions/checkout@v5')
-    installed = [step['run'] for step in steps if 'pip install' in step.get('run', '')]
-    assert [command for command in installed if '==' not in command] == []
+    # Only the nightly build of JAX has no fixed version.
+    installed = [line for step in steps for line in step.get('run', '').splitlines() if 'pip install' in line]
+    assert [line for line in installed if '==' not in line and '--pre' not in line] == []
 
 
-def test_every_workflow_is_checked():
-    assert {path.stem for path in (ROOT / '.github/workflows').iterdir()} == {'release', 'tests'}
+def is_valid(*paths):
+    """Returns True if check-jsonschema accepts the files as workflows of GitHub."""
+    words = ['--quiet', '--builtin-schema', 'vendor.github-workflows', *map(str, paths)]
+    return check_jsonschema(words, standalone_mode=False) == 0
+
+
+def test_workflows_are_valid(tmp_path):
+    assert is_valid(*(ROOT / '.github/workflows').iterdir())
+    (tmp_path / 'a.yml').write_text('on: push\njobs: {a: {runs-on: ubuntu-24.04, stepz: []}}\n')
+    assert not is_valid(tmp_path / 'a.yml')
 
 
 def test_every_tier_runs_on_every_python():
@@ -117,6 +140,65 @@ def test_every_tier_runs_on_every_python():
         assert jobs[name]['strategy']['matrix']['python'] == PYTHONS, name
     assert '--nightly' in jobs['nightly']['strategy']['matrix']['tier']
     assert {'run': 'launch/test.sh ${{ matrix.tier }}'} in jobs['nightly']['steps']
+
+
+def test_the_oldest_and_the_newest_jax_are_tested_on_every_python(tmp_path):
+    job = JAX['jobs']['released']
+    assert job['strategy']['matrix'] == {'python': PYTHONS, 'jax': ['oldest', 'newest']}
+    (constrain,) = [step for step in job['steps'] if step.get('if') == "matrix.jax == 'oldest'"]
+    # The constraint is read from pyproject.toml.
+    bound = next(line for line in PROJECT['project']['dependencies'] if line.startswith('jax>='))
+    (tmp_path / 'pyproject.toml').write_bytes((ROOT / 'pyproject.toml').read_bytes())
+    environment = {**os.environ, 'GITHUB_ENV': str(tmp_path / 'environment')}
+    subprocess.run(['bash', '-e', '-c', constrain['run']], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / 'jax.txt').read_text() == bound.replace('>=', '==') + '\n'
+    assert (tmp_path / 'environment').read_text() == f'PIP_CONSTRAINT={tmp_path}/jax.txt\n'
+    assert commands(job)[-1] == 'launch/test.sh'
+    # Negative control: without a lower bound, the step fails.
+    (tmp_path / 'pyproject.toml').write_text('dependencies = []\n')
+    assert subprocess.run(['bash', '-e', '-c', constrain['run']], cwd=tmp_path, env=environment).returncode == 1
+
+
+def test_the_nightly_jax_is_tested_weekly():
+    assert JAX[True]['schedule'] == [{'cron': '43 4 * * 1'}]
+    nightly = JAX['jobs']['nightly']
+    assert 'continue-on-error' not in nightly
+    assert commands(nightly)[-1] == 'launch/test.sh --fast'
+
+
+def test_the_documentation_is_deployed_from_main():
+    assert DOCS[True]['push'] == {'branches': ['main']}
+    build, deploy = DOCS['jobs']['build'], DOCS['jobs']['deploy']
+    assert commands(build) == ['launch/test.sh --lint']
+    assert 'mkdocs build --strict' in (ROOT / 'launch/test.sh').read_text()
+    assert build['steps'][-1]['with'] == {'path': 'site'}
+    assert (deploy['needs'], commands(deploy)) == ('build', [])
+
+
+def test_the_urls_of_the_package_have_one_repository():
+    urls = PROJECT['project']['urls']
+    assert [
+        name for name, url in urls.items() if name != 'Documentation' and not url.startswith(urls['Repository'])
+    ] == []
+    owner, name = urls['Repository'].removeprefix('https://github.com/').split('/')
+    assert urls['Documentation'] == f'https://{owner}.github.io/{name}/'
+    owners = re.findall(r'@(\w+)/\w+', (ROOT / '.github/CODEOWNERS').read_text())
+    assert owners
+    assert set(owners) == {owner}
+
+
+def test_every_path_with_an_owner_exists():
+    lines = (ROOT / '.github/CODEOWNERS').read_text().splitlines()
+    paths = [line.split()[0] for line in lines if line and not line.startswith('#')]
+    assert [path for path in paths if path != '*' and not (ROOT / path.strip('/')).exists()] == []
+    assert '*' in paths
+
+
+@pytest.mark.parametrize(('repository', 'code'), [('maxlm/maxlm', 0), ('fork/maxlm', 1)])
+def test_a_fork_does_not_publish(repository, code):
+    check = commands(RELEASE['jobs']['publish'])[1]
+    environment = {**os.environ, 'GITHUB_SERVER_URL': 'https://github.com', 'GITHUB_REPOSITORY': repository}
+    assert subprocess.run(['bash', '-c', check], cwd=ROOT, env=environment).returncode == code
 
 
 def commands(job):
@@ -140,8 +222,7 @@ def test_a_tag_is_published_after_the_tests_without_a_stored_token():
     assert RELEASE['jobs']['tests'] == {'uses': './.github/workflows/tests.yml'}
     publish = RELEASE['jobs']['publish']
     assert (publish['needs'], publish['environment']) == ('tests', 'pypi')
-    assert publish['permissions'] == {'contents': 'read', 'id-token': 'write'}
-    check, install, *build = commands(publish)
+    check, _, install, *build = commands(publish)
     assert build == ['python -m build --no-isolation', 'uv publish --trusted-publishing always dist/*']
     assert not any('secrets.' in command or 'TOKEN' in command for command in (check, install, *build))
     # Both workflows build with the versions of the lock.
@@ -169,6 +250,12 @@ def test_all_files_have_the_same_version():
     citation = yaml.safe_load((ROOT / 'CITATION.cff').read_text())
     changelog = re.findall(r'^## \[([\d.]+)\]', (ROOT / 'CHANGELOG.md').read_text(), re.MULTILINE)
     assert {PROJECT['project']['version'], citation['version'], changelog[0]} == {maxlm.__version__}
+
+
+def test_the_newest_version_of_the_changelog_is_short():
+    newest = re.split(r'(?m)^## ', (ROOT / 'CHANGELOG.md').read_text())[1]
+    assert re.findall(r'(?m)^### (.+)', newest)[:2] == ['Highlights', 'Breaking changes']
+    assert 0 < len(re.findall(r'(?m)^- ', newest)) <= 80
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / '.github').rglob('*.yml')), ids=lambda path: path.name)

@@ -2,7 +2,7 @@
 
     python -m tools.check_prose [PATH …]
 
-It reports docstrings that start with a question word, sentences of more than 35 words, banned words, and error messages
+It reports docstrings that start with a question word, sentences of more than 28 words, banned words, and error messages
 of maxlm/ without a remedy. Without paths it reads all tracked Python and Markdown files. The exit code is 1 if there
 are findings.
 """
@@ -18,7 +18,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-MAX_WORDS = 35
+MAX_WORDS = 28
 FIRST_WORDS = re.compile(r'(What|Who|Whether|Where|How|That|Whose|Whoever)\b')
 BANNED = re.compile(
     r'\b(rooms?|houses?|homes?|life|lives|diary|wings?|verdicts?|judges?|tells?|told|minded|ahead of its use|turned|'
@@ -44,8 +44,8 @@ VERBS = (
     'provide|prune|put|raise|reduce|remove|rename|replace|report|restart|restore|run|save|see|select|set|shorten|skip|split|'
     'start|stop|use|wait|write'
 )
-# A remedy is an imperative at the start of a clause, a constraint, the valid values, a clause that is only a value, or
-# the message of an error that has a remedy itself.
+# A remedy is an imperative at the start of a clause, a constraint, or the valid values. It can also be a clause that is
+# only a value, or the message of an error that has a remedy itself.
 REMEDY = re.compile(
     rf'(?:[;:,.] |\(|\b(?:or|and) |^)(?:{VERBS})\b|'
     r'\b(?:must|requires?|needs?|can be|at least|at most|did you mean|expected|nearest|closest)\b|'
@@ -84,6 +84,28 @@ def errors_without_remedy(tree: ast.AST, caught: frozenset[str] = frozenset()) -
         yield from errors_without_remedy(node, names)
 
 
+def comments_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yields line number and text of each comment; consecutive lines with nothing else are one comment."""
+    start = 0
+    lines: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, text = token.start[0], token.string.lstrip('# ')
+        is_alone = token.line.lstrip().startswith('#')
+        if lines and not (is_alone and line == start + len(lines)):
+            yield start, '\n'.join(lines)
+            lines = []
+        if not is_alone:
+            yield line, text
+            continue
+        if not lines:
+            start = line
+        lines.append(text)
+    if lines:
+        yield start, '\n'.join(lines)
+
+
 def prose_of(path: Path) -> Iterator[tuple[int, str, bool]]:
     """Yields line number, text and whether it is a docstring, of every docstring and comment, or of a complete page."""
     source = path.read_text()
@@ -95,9 +117,7 @@ def prose_of(path: Path) -> Iterator[tuple[int, str, bool]]:
             continue
         if text := ast.get_docstring(node):
             yield node.body[0].lineno, text, True
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip('# '), False
+    yield from ((line, text, False) for line, text in comments_of(source))
 
 
 def findings(path: Path) -> Iterator[str]:

@@ -154,8 +154,8 @@ _GEMMA2: dict[str, object] = {
     'sliding_window': 4096,
 }
 
-# Gemma Team 2025, "Gemma 3 Technical Report": Gemma 2 with normalized queries and keys instead of soft caps, five
-# layers with windows for each full layer, and different rotary frequencies for the two kinds of layers.
+# Gemma Team 2025, "Gemma 3 Technical Report": Gemma 2 with normalized queries and keys instead of soft caps. Five
+# layers with windows precede each full layer, and the two kinds of layers have different rotary frequencies.
 _GEMMA3: dict[str, object] = {
     **_GEMMA2,
     'rope_theta': 1_000_000.0,

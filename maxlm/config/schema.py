@@ -102,7 +102,8 @@ class TrainConfig:
     deterministic: bool = False
     # Before a run starts on GPUs or TPUs, compare its kernels with formulas in float32. A wrong result stops the run.
     check_kernels: bool = True
-    # Tokens of a device whose logits are in memory at the same time. Small chunks write the gradient of the head often.
+    # Tokens of a device whose logits are in memory at the same time. Each chunk writes the gradient of the head once,
+    # so small chunks increase the memory traffic.
     loss_chunk_tokens: int = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
     z_loss: float = 0.0

@@ -43,8 +43,8 @@ ALIASES = {
 class Benchmarks:
     """Tasks that are loaded once and can be run on several models.
 
-    A task is given by its name in lm-eval (`arc_easy`, `mmlu`, …) or in a directory of task files, by a key of
-    `ALIASES`, or by the path of a task file. The path of a directory selects all its task files.
+    A task is given by a name or by the path of a task file. Names are those of lm-eval (`arc_easy`, `mmlu`, …), of a
+    directory of task files, and of `ALIASES`. The path of a directory selects all its task files.
     """
 
     def __init__(

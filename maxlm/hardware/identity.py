@@ -20,10 +20,10 @@ PLUGINS = ('jax-cuda12-plugin', 'jax-cuda13-plugin', 'libtpu')
 def identify() -> dict[str, Any]:
     """Returns the identity of this process's devices as JSON values. JAX must be initialized.
 
-    Keys, each of which is absent if its value is unavailable: `driver`, `cudnn` and `cuda` (versions), `plugin` (name
-    and version of JAX's plugin), and `devices`, one entry per device with `index`, `kind`, `uuid`, `vbios`,
-    `clock_mhz`, `clock_max_mhz`, `power_limit_w`, `ecc_errors` (uncorrected, counted in the device) and
-    `remapped_rows` (of memory with errors). A UUID identifies a GPU; it is no secret.
+    The keys are `driver`, `cudnn` and `cuda` (versions), `plugin` (name and version of JAX's plugin), and `devices`.
+    Each entry of `devices` has `index`, `kind`, `uuid`, `vbios`, `clock_mhz`, `clock_max_mhz`, `power_limit_w`,
+    `ecc_errors` (uncorrected, counted in the device) and `remapped_rows` (of memory with errors). A key is absent if
+    its value is unavailable. A UUID identifies a GPU; it is no secret.
     """
     devices = local_devices()
     found: dict[str, Any] = {'cudnn': cudnn_version(), 'cuda': _cuda_version(), 'plugin': _plugin(devices[0].platform)}

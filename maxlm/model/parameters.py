@@ -74,7 +74,8 @@ def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_stacks`."""
+    """Returns the kernels of one block by name. The model must be resolved and without first dense layers; see
+    `layer_stacks`."""
     kernels = {} if not model.num_experts else {'router': Kernel(model.dim, model.num_experts)}
     for name, inputs, outputs, _, _, stack, _ in _projections(model):
         of_experts = (model.num_experts, model.num_experts_per_token) if stack else ()

@@ -10,9 +10,9 @@ from typing import Any
 
 from maxlm.config.schema import Config
 
-# XLA options for GPUs. The first one selects kernels without measuring them (otherwise, each compilation can select
-# other kernels), sorts scatters instead of adding with atomics, and selects cuDNN's deterministic backward pass of
-# attention. It excludes Triton's kernels for products since jax 0.11, so that products in fusions that only Triton
+# XLA options for GPUs. The first one selects kernels without measuring them; otherwise, each compilation can select
+# other kernels. It also sorts scatters instead of adding with atomics, and selects cuDNN's deterministic backward pass
+# of attention. It excludes Triton's kernels for products since jax 0.11, so that products in fusions that only Triton
 # supports could not be compiled. The second one forms no such fusions.
 _GPU_OPTIONS = {'xla_gpu_exclude_nondeterministic_ops': True, 'xla_gpu_enable_triton_gemm': False}
 # Sums in the switches of NVLink do not have a fixed order (NVIDIA/nccl issue 1497).

@@ -1,8 +1,8 @@
 """Scaling law of the loss, and compute-optimal allocation between parameters and tokens.
 
-L(N, D) = E + A / N^α + B / D^β, for N parameters and D tokens, where training takes C = 6 · N · D operations (Hoffmann
-et al. 2022, "Training Compute-Optimal Large Language Models", approach 3). Of a model with experts, N counts the
-parameters that a token uses, as C does.
+`L(N, D) = E + A / N^α + B / D^β`, for N parameters and D tokens, where training takes `C = 6 * N * D` operations
+(Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models", approach 3). Of a model with experts, N counts
+the parameters that a token uses, as C does.
 
 The predicted loss holds for one data set and tokenizer. The split of a budget between N and D transfers to other text;
 to predict losses, refit the law to your own runs.

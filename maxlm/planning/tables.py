@@ -58,7 +58,7 @@ BUDGET_HEADER = ('parameters', 'tokens', 'tokens/parameter', 'MFU', 'loss', '')
 
 
 def budget_cells(row: BudgetRow, plan: BudgetPlan) -> list[str]:
-    """Returns the formatted cells of a row."""
+    """Formats a model of the budget plan as the cells of a table row."""
     note = 'best' if row is plan.best else '' if row.fits else 'does not fit'
     ratio = f'{row.tokens / row.parameters:,.1f}'
     return [format_si(row.parameters), format_si(row.tokens), ratio, f'{row.mfu:.0%}', f'{row.loss:.3f}', note]

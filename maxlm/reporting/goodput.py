@@ -40,7 +40,7 @@ class Bar(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[str, float, float]]:
-        """Returns (category, start, length) of each part, in seconds."""
+        """Returns (category, start, duration) of each segment of the bar, in seconds."""
         parts, start = [], 0.0
         for category in WORDS:
             if (length := self.seconds.get(category, 0.0)) > 0:

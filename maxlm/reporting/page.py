@@ -102,7 +102,7 @@ def write_page(path: Path, histories: list[RunHistory]) -> None:
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Returns the page of at least one run."""
+    """Renders the HTML report of one or several runs."""
     context = _context(runs)
     sections = {name: section(name, runs, context) for name in SECTIONS}
     context |= {'sections': {name: body for name, body in sections.items() if body}, 'version': maxlm.__version__}

@@ -4,10 +4,11 @@ In a rollout the current model generates several responses to each of some promp
 responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
 resumed run repeats them exactly.
 
-With `grpo.async_rollouts`, the main thread scores the responses of a rollout while the device ends the last step of the
-previous one and then generates the next one, which a thread waits for. The steps of this rollout start when both have
-ended, because they donate the parameters. Checkpoints contain the generated responses, so that a resumed run trains on
-the same ones. Rewards run in the main thread, because rewards of the user may need signals for time limits.
+With `grpo.async_rollouts`, the main thread scores the responses of a rollout while the device works. The device ends
+the last step of the previous rollout and then generates the next one, which a thread waits for. The steps of this
+rollout start when both have ended, because they donate the parameters. Checkpoints contain the generated responses, so
+that a resumed run trains on the same ones. Rewards run in the main thread, because rewards of the user may need signals
+for time limits.
 
 Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
 a response.

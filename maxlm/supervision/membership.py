@@ -1,8 +1,8 @@
 """Decides which hosts form the next generation of an elastic run: pure functions of the hosts that a host sees.
 
 A generation is a set of hosts that train together, with their ranks. Each host counts the ticks since the heartbeat of
-every other host changed. Ticks are successful reads of the shared directory, so an outage of the disk and a suspended
-supervisor do not count as silence, and the clocks of the hosts need not agree.
+every other host changed. Ticks are successful reads of the shared directory. An outage of the disk and a suspended
+supervisor thus do not count as silence, and the clocks of the hosts need not agree.
 """
 
 from __future__ import annotations

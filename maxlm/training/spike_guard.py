@@ -7,9 +7,9 @@ Steps whose gradient is 0, such as those of batches without targets, do not ente
 Detection begins after `MIN_SPIKE_WINDOW` good steps. Until the window is full, two rules differ:
 
 - The limit follows from the newest half of the steps, at least `MIN_SPIKE_WINDOW`, because the loss of a young run
-  falls fast. The deviation of n steps is less certain than that of the W steps of a full window, so the threshold is
-  multiplied by 1 + SMALL · (1/n - 1/W). The tests simulate false alarms with W = 128. They are no more frequent than
-  with a full window if the noise is normal, Laplace, or Student's t with 4 or 6 degrees of freedom.
+  falls fast. The deviation of n steps is less certain than that of the W steps of a full window. The threshold is
+  therefore multiplied by `1 + SMALL * (1/n - 1/W)`. The tests simulate false alarms with W = 128. They are no more
+  frequent than with a full window if the noise is normal, Laplace, or Student's t with 4 or 6 degrees of freedom.
 - Each spike halves the window. After a few spikes in a row the guard is thus inactive, and the next step changes the
   parameters. In a young run it is often the parameters that cause the spike, not the batch, and an update repairs them
   (Bai et al. 2025, "Adaptive Preconditioners Trigger Loss Spikes in Adam"). Skipped steps would repeat the spike.

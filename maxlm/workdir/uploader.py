@@ -53,7 +53,7 @@ class UploadProgress:
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since data arrived. Failed attempts do not count as arrivals."""
+        """Returns the seconds since the bucket last received data. Failed attempts do not count."""
         with self._lock:
             return time.monotonic() - self._last_arrival
 

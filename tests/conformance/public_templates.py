@@ -1,7 +1,7 @@
 """Short chat templates with the structure of those of public models, for tests.
 
-Each entry has the source, the token at the end of an assistant turn, and the text of CONVERSATION with ⟦ and ⟧ around
-the turns of the assistant. `None` as the text: the end of a turn cannot be decided.
+Each entry has the source, the token at the end of an assistant turn, and the rendered CONVERSATION. Its marks ⟦ and ⟧
+enclose the turns of the assistant. `None` as the text: the end of a turn cannot be decided.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ LONG = ' '.join(['word'] * (MAX_WORDS + 1))
         ('a.py', '"""Whether it runs."""\n', 1),
         ('a.py', 'x = 1\n# The judge of it.\n', 2),
         ('a.py', f'def f():\n    """Returns.\n\n    {LONG}.\n    """\n', 2),
+        # A comment of several lines is one text.
+        ('a.py', f'x = 1  # {LONG[:20]}\n# {LONG[:20]}\n# {LONG[20:]}\n', 2),
         ('a.md', '# Title\n\nIt is told here.\n', 3),
     ],
 )
@@ -30,6 +32,7 @@ def test_findings_have_their_line(tmp_path, name, text, line):
     ('name', 'text'),
     [
         ('a.py', '"""Returns what `told` holds.\n\nAn example:\n\n    told = 1\n"""\nlife = "told"\n'),
+        ('a.py', f'x = 1  # {LONG[:20]}\n# {LONG[21:]}\n\n# {LONG[:20]}\n'),
         ('a.md', f'```\ntold\n```\n| told |\n\nOne. {LONG[: 5 * MAX_WORDS - 1]}. Two.\n'),
     ],
 )

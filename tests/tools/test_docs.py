@@ -14,6 +14,7 @@ from tools.docs.__main__ import DOCS, PAGES
 from tools.docs.config_page import field_comments
 from tools.docs.diagram import packages
 from tools.docs.hooks import network_files, plain_bars, site_links
+from tools.docs.structure_page import START, sections
 
 
 @pytest.mark.parametrize('name', PAGES)
@@ -71,6 +72,22 @@ def test_the_diagram_contains_every_package_and_command():
     modules -= {'__pycache__'}
     assert modules - {'__init__', '__main__'} <= {*drawn}
     assert {*packages()} <= modules
+
+
+def test_the_structure_lists_every_module_and_package(tmp_path):
+    page = (DOCS / 'structure.md').read_text()
+    listed = re.split(r'(?m)^### ', page.split(START)[1])[1:]
+    files = {f'{part.splitlines()[0]}/{name}' for part in listed for name in re.findall(r'(?m)^\| `(\w+\.py)`', part)}
+    modules = [path for path in (ROOT / 'maxlm').rglob('*.py') if path.name != '__init__.py']
+    assert {path.relative_to(ROOT).as_posix() for path in modules} <= files
+    # A row has the first line of the docstring, and its bars do not end the cell.
+    folder = tmp_path / 'tools' / 'parts'
+    folder.mkdir(parents=True)
+    (folder / '__init__.py').write_text('"""Parts."""\n')
+    (folder / 'a.py').write_text('"""Prints `a|b`.\n\nMore.\n"""\n')
+    assert list(sections(tmp_path)) == [
+        '### tools/parts\n\nParts.\n\n| file | contents |\n|---|---|\n| `a.py` | Prints `a\\|b`. |\n'
+    ]
 
 
 def test_links_that_leave_the_site_are_adapted():

@@ -18,6 +18,7 @@ from tools.docs.api_page import api_page
 from tools.docs.cli_page import cli_page
 from tools.docs.config_page import config_page
 from tools.docs.diagram import architecture
+from tools.docs.structure_page import structure_page
 
 DOCS = Path(__file__).parents[2] / 'docs'
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -26,6 +27,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     'reference/cli.md': cli_page,
     'reference/api.md': api_page,
     'figures/architecture.svg': architecture,
+    'structure.md': structure_page,
 }
 
 

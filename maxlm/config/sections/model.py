@@ -164,8 +164,8 @@ class ModelConfig:
     parallel_residual: bool = FAMILY
     # Use the transposed embedding as the output projection.
     tie_embeddings: bool = FAMILY
-    # Add a learned logit per head to the denominator of the softmax, so that the weights of the keys may sum to less
-    # than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card").
+    # Add a learned logit per head to the denominator of the softmax. The weights of the keys may then sum to less than
+    # 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card").
     attention_sinks: bool = FAMILY
     # Attention per layer, repeated over the layers: L = full context, S = the last sliding_window tokens, N = full
     # context without rotary positions (NoPE).

@@ -33,7 +33,7 @@ def entry_format(entry: Any, options: ReadOptions) -> str:
 
 
 def columns_format(columns: Collection[str], options: ReadOptions) -> str:
-    """Returns the format of rows with these columns."""
+    """Detects the format of rows from the names of their columns."""
     # A column of labels identifies preferences, as a label in JSONL does.
     return entry_format({column: True if column == LABEL else '' for column in columns}, options)
 

@@ -46,7 +46,7 @@ class Duplicates:
 def choose_bands(threshold: float) -> tuple[int, int]:
     """Returns (bands, rows): the longest bands that find pairs of similarity `threshold` with MIN_BAND_RECALL.
 
-    A pair of similarity s has equal slots in at least one band with probability 1 - (1 - s^rows)^bands (Leskovec,
+    A pair of similarity s has equal slots in at least one band with probability `1 - (1 - s**rows)**bands` (Leskovec,
     Rajaraman and Ullman, Mining of Massive Datasets, section 3.4.2). Longer bands produce fewer false candidates.
 
     Raises:

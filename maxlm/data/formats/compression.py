@@ -25,9 +25,9 @@ def decompressed(file: BinaryIO, name: str, *, max_window_bytes: int = MAX_WINDO
     """Returns a stream of the decompressed content of an open file, selected by the suffix of `name`.
 
     Without a compression suffix, the result is `file` itself. Reading the stream raises EOFError if the file is
-    truncated. It raises OSError or zlib.error if the file is otherwise damaged. It also raises OSError if the
-    Zstandard window, which the decompressor keeps in memory, is larger than `max_window_bytes`, or if the content is
-    much larger than the file, such as billions of empty lines.
+    truncated. It raises OSError or zlib.error if the file is otherwise damaged. It also raises OSError if the Zstandard
+    window, which the decompressor keeps in memory, is larger than `max_window_bytes`. The same holds for content that
+    is much larger than the file, such as billions of empty lines.
     """
     if name.lower().endswith('.gz'):
         return cast(BinaryIO, gzip.GzipFile(fileobj=file))

@@ -109,7 +109,7 @@ class TeacherOutputReader:
         return {'teacher_ids': ids, 'teacher_log_probs': log_probs}
 
     def _open(self, first: int) -> np.ndarray:
-        """Maps the file of the windows from number `first` on. It is not kept open, because there may be many files."""
+        """Memory-maps the file whose first window is `first`. The file is not kept open, because there may be many."""
         file = output_file(self._directory, first)
         if not file.is_file():
             raise InputError(f'{file}: missing; run `maxlm distill` again to complete the outputs')

@@ -76,7 +76,7 @@ class ValidationChoice:
     partition: int | None = None
 
     def within(self, partition: int) -> ValidationChoice:
-        """Returns the choice for the documents of a partition."""
+        """Returns this choice restricted to the documents of one partition."""
         return self if self.partition in (None, partition) else ValidationChoice(0)
 
     def includes(self, name: str) -> bool:

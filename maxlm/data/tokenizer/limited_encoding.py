@@ -28,8 +28,8 @@ from maxlm.sandbox.limited_process import LimitError, ProcessLimits, limited_pro
 _LIMITS = ProcessLimits(cpu_seconds=10.0, memory_bytes=2 << 30, memory_per_byte=256)
 # Limits outside of `limit_encoding`, where texts may have any length.
 _MEMORY_LIMITS = _LIMITS._replace(cpu_seconds=3600.0)
-# Texts that can become longer before the model are encoded in a process if the tokenizer expands them by more than the
-# factor, which those of causal language models do not exceed.
+# Texts that can become longer before the model are encoded in a process if the tokenizer expands them by more than this
+# factor. Tokenizers of causal language models do not exceed it.
 _MAX_EXPANDED_BYTES, _MAX_FACTOR = 2**24, 24
 # Shorter texts take at most a second.
 _SHORT_CHARACTERS = 2**14

@@ -17,7 +17,7 @@ from maxlm.errors import InputError
 # for all GPUs since Ampere. XLA's expansion, which needs much more memory and time, is not among them.
 _KERNELS = ('mosaic', 'triton')
 # Mosaic requires widths of 128 bytes or a multiple of them; the ranks of adapters are smaller. On an H200 its products
-# were exact for widths of 256 and 128, but off by 6 % for 192 and 320, of which 128 elements are not a divisor.
+# were exact for widths of 256 and 128. They were off by 6 % for 192 and 320, which are not multiples of 128.
 _MOSAIC_WIDTH = 128
 
 

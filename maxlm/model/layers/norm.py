@@ -1,7 +1,7 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang & Sennrich 2019), computed in float32.
 
-The backward pass is written by hand. It keeps the input in its own dtype and two float32 numbers per row, whereas the
-backward pass that JAX derives keeps several float32 arrays of the size of the input.
+The backward pass is written by hand. It keeps the input in its own dtype and two float32 numbers per row. The backward
+pass that JAX derives keeps several float32 arrays of the size of the input.
 
 Shapes: R rows (any number of axes), D normalized axis, 1 a broadcast axis.
 """

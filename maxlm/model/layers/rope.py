@@ -62,8 +62,8 @@ def _frequencies(config: ModelConfig) -> jax.Array:
         # Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation".
         return frequency_P / factor
     if config.rope_scaling == 'yarn':
-        # Peng et al. 2023, "YaRN". Pairs with many rotations within the original context are kept and pairs with few
-        # rotations are interpolated, with a linear ramp over the index of the pair in between.
+        # Peng et al. 2023, "YaRN". Pairs with many rotations within the original context are kept, and pairs with few
+        # rotations are interpolated. Between them is a linear ramp over the index of the pair.
         low, high = _yarn_bounds(config)
         ramp_P = jnp.clip((jnp.arange(frequency_P.size, dtype=jnp.float32) - low) / (high - low), 0, 1)
         return frequency_P / factor * ramp_P + frequency_P * (1 - ramp_P)

@@ -146,7 +146,7 @@ def _element(module: Module, taker: Instruction, index: int, scope: Scope, loop:
 
 
 def _of_parameter(module: Module, scope: Scope, index: int, loop: Instruction | None) -> _Value:
-    """Returns element `index` of the tuple that is passed to a loop's computation."""
+    """Returns the value of element `index` of the tuple that a loop passes to its computation."""
     caller, outer = scope.caller, scope.outer
     if caller is None or outer is None or caller.opcode != 'while':
         return None

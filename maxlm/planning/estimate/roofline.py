@@ -212,7 +212,7 @@ def transfer_times(
 def transfer_time(
     transfer: Transfer, chip: Chip, efficiency: Efficiency, across: Mapping[str, int], island: int
 ) -> float:
-    """Returns the seconds of a transfer that has its links for itself.
+    """Returns the duration of a transfer in seconds, without other traffic on its links.
 
     A group of a · w devices has w devices in each of a islands. Each network interface receives 1/w of the data that
     its island lacks, S (1 - 1/a) / w. Within the island the data then passes around a ring. Both are pipelined, so the

@@ -1,1 +1,1 @@
-"""Losses: cross-entropy, DPO, GRPO."""
+"""Losses: cross-entropy, distillation, DPO, KTO, GRPO, and the losses of expert routers."""

@@ -66,9 +66,9 @@ def preference_terms(
         ipo      = (h - 1 / (2 · beta))²
         orpo     = -log p(y⁺) - beta · log σ(log odds(y⁺)/odds(y⁻)),  odds(y) = p(y) / (1 - p(y))
 
-    The log-probability of an answer is the sum over its tokens. With ipo and orpo it is the mean, as in TRL and
-    recommended by the authors of IPO, so that h does not depend on the length of an answer. The losses sigmoid and ipo
-    add `rpo_alpha` times the mean cross-entropy of the chosen answer's tokens. With orpo there is no reference.
+    The log-probability of an answer is the sum over its tokens. With ipo and orpo it is the mean, so that h does not
+    depend on the length of an answer. TRL does the same, and the authors of IPO recommend it. The losses sigmoid and
+    ipo add `rpo_alpha` times the mean cross-entropy of the chosen answer's tokens. With orpo there is no reference.
 
     Segments 2i + 1 and 2i + 2 of a row form pair i; the pair exists if both segments have nonzero weights. Rows are
     independent, so only the final sums are communicated between devices.

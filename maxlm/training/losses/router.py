@@ -24,8 +24,8 @@ def router_terms(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the losses of the routers, and the sums of their metrics.
 
-    The statistics of each of the M micro-batches are weighted by its number of predicted tokens, so that the losses are
-    means over the tokens of a step, as the cross-entropy. Losses are summed over layers, and metrics averaged.
+    The statistics of each of the M micro-batches are weighted by its number of predicted tokens. The losses are thus
+    means over the tokens of a step, as the cross-entropy is. Losses are summed over layers, and metrics averaged.
     """
     M = len(router.entropy)
     # Row r is in micro-batch r mod M.

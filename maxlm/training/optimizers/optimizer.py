@@ -159,8 +159,8 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
 def kind_of(path: tuple[Any, ...]) -> str:
     """Returns the kind of a parameter, from the names of its path.
 
-    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector and
-    codes (codes or scales of a quantized matrix).
+    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector, and
+    codes. Codes are the codes or scales of a quantized matrix.
 
     Raises:
         InputError: the parameter has an unknown name.

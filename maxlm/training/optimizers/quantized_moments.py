@@ -129,7 +129,7 @@ def update_moments(
     """Returns the direction of one parameter and its new moments in their storage format.
 
     Large stacks of 8-bit moments are updated layer by layer. A scale needs all elements of a block before the first
-    code, so XLA would otherwise hold float32 moments of the entire stack, often of all stacks at the same time.
+    code. XLA would otherwise hold float32 moments of the entire stack, often of all stacks at the same time.
 
     Args:
         function: (gradient, moments in float32) → (direction, moments in float32), elementwise.

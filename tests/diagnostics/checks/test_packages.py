@@ -40,7 +40,7 @@ def test_missing_and_old_packages_are_named():
     found = evaluate_packages(WANTED, {}, version_of(grain=None, jax='0.4.30', **plain))
     assert found.status is CheckStatus.FAILURE
     assert 'grain is missing' in found.message
-    assert 'jax 0.4.30, but >=0.10 is needed' in found.message
+    assert 'jax 0.4.30, but >=0.10.2 is needed' in found.message
     assert 'optax' not in found.message
 
 
