@@ -27,14 +27,38 @@ format() {
 # mkdocs prints a notice about the future of its theme, which is not a finding. --quiet would hide warnings from --strict.
 export NO_MKDOCS_2_WARNING=1
 
+# beside COMMAND …: starts a check in the background. When it ends, it prints its output, and its name if it failed.
+checks=()
+beside() {
+  {
+    code=0
+    output="$("$@" 2>&1)" || code=$?
+    [ -z "$output" ] || printf '%s\n' "$output"
+    [ "$code" = 0 ] || echo "failed: $*" >&2
+    exit "$code"
+  } &
+  checks+=("$!")
+}
+
+# all_passed: waits for the checks, and fails if one failed.
+all_passed() {
+  local check code=0
+  for check in "${checks[@]}"; do
+    wait "$check" || code=1
+  done
+  return "$code"
+}
+
+# lint: starts all checks. mypy takes longest, on one core.
 lint() {
-  format
-  mypy
-  codespell
-  hadolint Dockerfile
-  check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
-  python -m tools.check_prose
-  mkdocs build --strict
+  beside mypy
+  beside ruff check .
+  beside ruff format --check .
+  beside codespell
+  beside hadolint Dockerfile
+  beside check-jsonschema --quiet --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
+  beside python -m tools.check_prose
+  beside mkdocs build --strict
 }
 
 # --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share
@@ -51,6 +75,7 @@ case "${1:-}" in
     ;;
   --lint)
     lint
+    all_passed
     ;;
   --changed)
     format
@@ -93,7 +118,11 @@ case "${1:-}" in
   *)
     maxlm_gpu_compiler
     maxlm_browser
+    # The tests wait for processes and emulators part of the time, so the checks run beside them.
     lint
-    run_pytest --durations=10 "$@"
+    code=0
+    run_pytest --durations=10 "$@" || code=$?
+    all_passed || code=1
+    exit "$code"
     ;;
 esac

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 from tests.cpu import cpu_flags
-from tests.programs import IS_OWNER, MIN_COMPILE_SECONDS, PROGRAMS
+from tests.programs import IS_OWNER, KEPT_PROGRAMS, MIN_COMPILE_SECONDS, PROGRAMS
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = cpu_flags(8)
@@ -88,10 +88,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope='session', autouse=True)
 def _jax_settings():
-    """Raises errors on rank promotion, and shares compiled programs with checksums among the workers."""
+    """Raises errors on rank promotion, and shares compiled programs with checksums among workers and sessions."""
     jax.config.update('jax_numpy_rank_promotion', 'raise')
     jax.config.update('jax_compilation_cache_dir', None)
-    enable_compilation_cache(str(PROGRAMS / 'workers'))
+    enable_compilation_cache(str(KEPT_PROGRAMS))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
 
 

@@ -116,8 +116,8 @@ class Forked:
 class Parent:
     """Starts processes with the same target; created by `forking`."""
 
-    def __init__(self, target: str, environment: dict[str, str]):
-        self._target, self._environment = target, environment
+    def __init__(self, target: str, environment: dict[str, str], directory: Path):
+        self._target, self._environment, self._directory = target, environment, directory
         self._started: list[Forked] = []
 
     def start(self, arguments: Sequence[object], output: Path, environment: Mapping[str, str] | None = None) -> Forked:
@@ -137,6 +137,7 @@ class Parent:
             arguments=list(map(str, arguments)),
             output=str(output),
             environment={**self._environment, **(environment or {})},
+            directory=str(self._directory),
         )
         self._started.append(Forked(pid, output))
         return self._started[-1]
@@ -161,13 +162,16 @@ class Parent:
 
 
 @contextlib.contextmanager
-def forking(target: str, *, devices: int = 1, environment: Mapping[str, str | None] | None = None) -> Iterator[Parent]:
+def forking(
+    target: str, *, devices: int = 1, environment: Mapping[str, str | None] | None = None, directory: Path = ROOT
+) -> Iterator[Parent]:
     """Yields a starter of processes that run `target`, and kills remaining processes at the end.
 
     Args:
         target: MODULE, which runs as with `python -m`, or MODULE:FUNCTION, which is called without arguments.
         devices: number of virtual CPU devices per process.
         environment: variables to set; None removes a variable.
+        directory: working directory of the processes.
     """
     settings = {
         'JAX_PLATFORMS': 'cpu',
@@ -177,7 +181,7 @@ def forking(target: str, *, devices: int = 1, environment: Mapping[str, str | No
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     }
     merged = {**os.environ, **settings, **(environment or {})}
-    parent = Parent(target, {name: value for name, value in merged.items() if value is not None})
+    parent = Parent(target, {name: value for name, value in merged.items() if value is not None}, directory)
     try:
         yield parent
     finally:
@@ -231,8 +235,9 @@ def main() -> None:
         os.waitpid(pid, 0)
 
 
-def run_target(target: str, arguments: list[str], output: str, environment: dict[str, str]) -> None:
+def run_target(target: str, arguments: list[str], output: str, environment: dict[str, str], directory: str) -> None:
     """Runs a module or a function in this forked process."""
+    os.chdir(directory)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for descriptor, path in enumerate((os.devnull, output, f'{output}.err')):
         opened = os.open(path, os.O_RDONLY if descriptor == 0 else flags, 0o600)

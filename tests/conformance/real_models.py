@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from tests.cpu import fast_environment
+from tools.cache import CACHE
 
-CACHE = Path(os.environ.get('MAXLM_TEST_CACHE') or '~/.cache/maxlm-tests').expanduser()
 DOWNLOAD_SECONDS = 300
 ROOT = Path(__file__).parents[2]
 

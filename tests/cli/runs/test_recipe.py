@@ -12,8 +12,10 @@ from examples.tasks.__main__ import main as write_tasks
 from maxlm.cli.runs import recipe
 from maxlm.config.loading import load, load_phases
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.supervision.supervisor import Supervisor
 from maxlm.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.forking import forking
 
 # Published set-ups, their inputs, and the workdir of the last phase.
 RECIPES = {
@@ -52,11 +54,27 @@ def run(*words):
     return exit_code(recipe.main, list(map(str, words)))
 
 
-# Up to six processes, which start and compile; a busy machine needs minutes.
+@pytest.fixture
+def forked_phases(monkeypatch, tmp_path):
+    """Forks the phases in tmp_path instead of starting Python and importing JAX for each of them."""
+
+    def run_once(supervisor):
+        python, option, module, *words = supervisor._command
+        assert [python, option] == [sys.executable, '-m']
+        with forking(module, directory=tmp_path) as parent:
+            phase = parent.start(words, tmp_path / 'phase.log')
+            code = phase.wait()
+            print(phase.stdout + phase.stderr)
+            return code
+
+    monkeypatch.setattr(Supervisor, '_run_once', run_once)
+
+
+# Up to six processes, which compile; a busy machine needs minutes.
 @pytest.mark.timeout(400)
 @pytest.mark.multiprocess
 @pytest.mark.parametrize('name', RECIPES)
-def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, tmp_path):
+def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, forked_phases, tmp_path):
     inputs, workdir = RECIPES[name]
     values = dict.fromkeys(inputs, str(texts))
     if name == 'neox':
