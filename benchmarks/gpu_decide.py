@@ -25,6 +25,7 @@ from benchmarks.step import machine, resolve_here
 from benchmarks.text_steps import text_batches
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import AttentionKernel
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.compiled.compile import compile_train_step, device_options
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if set(causes) & set(WRONG) or found['control']['different_values'] > 1 else EXIT_DONE
 
 
-def run(config: Config, *, steps: int, repeats: int, jump: float, other_attention: str) -> dict[str, Any]:
+def run(config: Config, *, steps: int, repeats: int, jump: float, other_attention: AttentionKernel) -> dict[str, Any]:
     """Trains a resolved config and examines the steps whose loss is `jump` above the median of those before.
 
     Returns:

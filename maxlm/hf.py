@@ -17,8 +17,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from maxlm.config.keys import section_keys
 from maxlm.config.schema import ExportConfig
-from maxlm.config.validation import CHOICES
 from maxlm.errors import ArgumentParser, run_command
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
@@ -105,7 +105,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for one in (exporter, adapter):
         one.add_argument(
             '--architecture',
-            choices=CHOICES['export.architecture'],
+            choices=section_keys('export')['architecture'].choices,
             default=ExportConfig.architecture,
             help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
             'never nanochat, which vLLM does not support)',
