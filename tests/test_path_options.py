@@ -13,7 +13,7 @@ import pytest
 
 from maxlm import errors
 from maxlm.__main__ import VERBS
-from maxlm.config.keys import keys
+from maxlm.config.keys import declared_keys
 from maxlm.config.loading import load
 from maxlm.config.schema import SECTIONS
 from maxlm.data.chat.template import load_template
@@ -52,7 +52,7 @@ NO_PATHS = {
     'supervise --max-failures': 'a number',
     'checkpoints fetch --threads': 'a number',
 }
-KEY_PATHS = {name: key.path for name, key in keys().items() if key.path is not None}
+KEY_PATHS = {name: key.path for name, key in declared_keys().items() if key.path is not None}
 NO_PATH_KEYS = {
     'alerts.webhook_env_var': 'a variable of the environment',
     'metrics.wandb': 'a choice',
@@ -120,9 +120,11 @@ def test_every_key_that_takes_a_path_has_the_type():
     comments = {
         f'{section}.{name}': text for section, cls in SECTIONS.items() for name, text in field_comments(cls).items()
     }
-    assert set(comments) == set(keys())
+    assert set(comments) == set(declared_keys())
     paths = {
-        name for name, key in keys().items() if key.kind in (str, tuple) and WORDS.search(f'{name} {comments[name]}')
+        name
+        for name, key in declared_keys().items()
+        if key.kind in (str, tuple) and WORDS.search(f'{name} {comments[name]}')
     }
     assert {'data.path', 'grpo.prompts', 'alerts.file'} <= paths
     assert paths - set(KEY_PATHS) - set(NO_PATH_KEYS) == set()

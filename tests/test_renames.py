@@ -6,7 +6,7 @@ import tarfile
 import pytest
 
 from maxlm import plan, train
-from maxlm.config.keys import current_config, keys
+from maxlm.config.keys import current_config, declared_keys
 from maxlm.config.loading import default, from_json, load
 from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
@@ -23,8 +23,10 @@ from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
 from tests.conftest import ROOT
 
 # Former name → current key and the former names of its values.
-KEYS = {former: (name, renamed.values) for name, key in keys().items() for former, renamed in key.renamed.items()}
-VALUES_BEFORE = {name: key.value_before.value for name, key in keys().items() if key.value_before is not None}
+KEYS = {
+    former: (name, renamed.values) for name, key in declared_keys().items() for former, renamed in key.renamed.items()
+}
+VALUES_BEFORE = {name: key.value_before.value for name, key in declared_keys().items() if key.value_before is not None}
 FORMER_DATA = {key.removeprefix('data.'): value for key, value in VALUES_BEFORE.items()}
 TINY = f'{ROOT}/configs/tiny.py'
 
@@ -40,8 +42,8 @@ def value_of(values, key):
 
 
 def test_new_names_exist_and_former_ones_do_not():
-    assert len(KEYS) == sum(len(key.renamed) for key in keys().values()) >= 80
-    assert not set(KEYS) & set(keys())
+    assert len(KEYS) == sum(len(key.renamed) for key in declared_keys().values()) >= 80
+    assert not set(KEYS) & set(declared_keys())
     names = metrics.METRICS
     assert set(METRICS.values()) <= {*names}
     assert not set(METRICS) & {*names}

@@ -141,7 +141,7 @@ class Key:
         return value if self.path.urls == ANY and value.startswith('file://') else path
 
 
-def keys() -> Mapping[str, Key]:
+def declared_keys() -> Mapping[str, Key]:
     """Returns the declarations of all keys by `section.key`, in the order of the schema."""
     return _read(tuple(SECTIONS.items()))
 
@@ -178,7 +178,7 @@ def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
             place, _, new_key = new.partition('.')
             if isinstance(current.setdefault(place, {}), dict):
                 current[place][new_key] = new_value
-    for declared in keys().values():
+    for declared in declared_keys().values():
         if declared.value_before is not None and isinstance(current.get(declared.section), dict):
             current[declared.section].setdefault(declared.name, declared.value_before.value)
     return current

@@ -17,12 +17,12 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.config_files import find_config, shipped_configs
-from maxlm.config.keys import Key, current_config, current_key, section_keys
+from maxlm.config.keys import Key, current_config, current_key, declared_keys, section_keys
 from maxlm.config.schema import SECTIONS, Config, ModelConfig
 from maxlm.config.sections.declaration import Form
 from maxlm.config.sections.families import FAMILIES
 from maxlm.config.sections.model import FAMILY
-from maxlm.config.serialization import HIDDEN, SECRET_KEYS, to_json
+from maxlm.config.serialization import HIDDEN, is_secret, to_json
 from maxlm.config.validation import EXCLUSIVE, check_paths, check_values, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
@@ -186,7 +186,7 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
     except (ValueError, InputError) as error:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
-    if hidden := [key for key in SECRET_KEYS if _value(values, key) == HIDDEN]:
+    if hidden := [key for key in declared_keys() if is_secret(key) and _value(values, key) == HIDDEN]:
         print(f'warning: {path} does not contain {hidden[0]}; set --config.{hidden[0]} again', file=sys.stderr)
         section, _, name = hidden[0].partition('.')
         values[section][name] = ''

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import keys
+from maxlm.config.keys import declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.validation_architecture import check_architecture, check_experts
@@ -36,12 +36,12 @@ MIN_SPIKE_WINDOW = 16
 
 
 def _value(config: Config, key: str) -> Any:
-    return keys()[key].of(config)
+    return declared_keys()[key].of(config)
 
 
 def check_values(config: Config) -> None:
     """Checks each value alone. Raises InputError."""
-    for key in keys().values():
+    for key in declared_keys().values():
         key.check(key.of(config))
 
 
@@ -52,7 +52,7 @@ def check_paths(config: Config) -> Config:
         InputError: a path or URL is invalid regardless of the other keys. The message names the key.
     """
     sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for key in keys().values():
+    for key in declared_keys().values():
         if key.path is not None:
             sections[key.section][key.name] = key.checked_path(key.of(config))
     changed = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxlm.config.keys import keys
+from maxlm.config.keys import declared_keys
 from maxlm.config.sections.ranges import INT32, Range
 
 
@@ -29,7 +29,7 @@ class Number(NamedTuple):
 
 
 def _range(key: str) -> Range:
-    allowed = keys()[key].range
+    allowed = declared_keys()[key].range
     assert allowed is not None, key
     return allowed
 

@@ -6,13 +6,13 @@ import math
 import pytest
 
 from maxlm.config import loading
-from maxlm.config.keys import keys
+from maxlm.config.keys import declared_keys
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.sections.ranges import Range
 from maxlm.errors import InputError
 from tests.small import small_config
 
-NUMERIC = {name: key for name, key in keys().items() if key.kind in (int, float)}
+NUMERIC = {name: key for name, key in declared_keys().items() if key.kind in (int, float)}
 # Values that no key accepts, and values that some keys accept.
 EXTREME = ('inf', '-inf', 'nan', '1e30', '-1e30')
 UNUSUAL = ('0', '-1', '1e6', '1e-30')
@@ -33,7 +33,7 @@ def config_file(tmp_path_factory):
 
 
 def test_every_numeric_key_has_a_finite_range():
-    for name, key in keys().items():
+    for name, key in declared_keys().items():
         assert (key.range is not None) == (key.kind in (int, float) and not key.choices), name
         assert key.range is None or -1 <= key.range.low < key.range.high <= 1e18, name
 
@@ -41,7 +41,7 @@ def test_every_numeric_key_has_a_finite_range():
 def test_every_default_is_accepted():
     # Required keys and keys set by a family have no default.
     required = {'model.num_layers', 'model.dim', 'model.num_heads'}
-    for name, key in keys().items():
+    for name, key in declared_keys().items():
         if name not in required and key.default is not FAMILY:
             key.check(key.default)
             assert type(key.default) is key.kind, name
@@ -82,7 +82,7 @@ def test_unusual_numbers_are_in_the_range_or_rejected_by_name(config_file, text)
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
 def test_numbers_in_python_configs(key, value):
     with pytest.raises(InputError, match=f'^{key}=.*must be (finite, )?(at least|greater than) 0') as error:
-        keys()[key].check(value)
+        declared_keys()[key].check(value)
     assert len(str(error.value)) < 100
 
 
