@@ -26,6 +26,7 @@ from benchmarks.text_steps import text_batches
 from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import AttentionKernel
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.parallel.layout import make_layout
 from maxlm.runtime.malloc import disable_malloc_trim
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if set(causes) & set(WRONG) or found['control']['different_values'] > 1 else EXIT_DONE
 
 
-def run(config: Config, *, steps: int, repeats: int, jump: float, other_attention: str) -> dict[str, Any]:
+def run(config: Config, *, steps: int, repeats: int, jump: float, other_attention: AttentionKernel) -> dict[str, Any]:
     """Trains a resolved config and examines the steps whose loss is `jump` above the median of those before.
 
     Returns:

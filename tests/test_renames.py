@@ -8,19 +8,15 @@ import pytest
 from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.cli.setup import plan
+from maxlm.config.keys import current_config, declared_keys
 from maxlm.config.loading import default, from_json, load
-from maxlm.config.schema import SECTIONS
 from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.renames import (
-    KEYS,
     METRIC_PREFIXES,
     METRICS,
     OPTIONS,
-    VALUES,
-    VALUES_BEFORE,
     _reported,
-    current_config,
     current_metrics,
 )
 from maxlm.telemetry import metrics
@@ -28,6 +24,11 @@ from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
 from tests.conftest import ROOT
 
+# Former name → current key and the former names of its values.
+KEYS = {
+    former: (name, renamed.values) for name, key in declared_keys().items() for former, renamed in key.renamed.items()
+}
+VALUES_BEFORE = {name: key.value_before.value for name, key in declared_keys().items() if key.value_before is not None}
 FORMER_DATA = {key.removeprefix('data.'): value for key, value in VALUES_BEFORE.items()}
 TINY = f'{ROOT}/configs/tiny.py'
 
@@ -43,9 +44,8 @@ def value_of(values, key):
 
 
 def test_new_names_exist_and_former_ones_do_not():
-    keys = {f'{section}.{name}' for section, cls in SECTIONS.items() for name in cls.__dataclass_fields__}
-    assert set(KEYS.values()) <= keys
-    assert not set(KEYS) & keys
+    assert len(KEYS) == sum(len(key.renamed) for key in declared_keys().values()) >= 80
+    assert not set(KEYS) & set(declared_keys())
     names = metrics.METRICS
     assert set(METRICS.values()) <= {*names}
     assert not set(METRICS) & {*names}
@@ -54,11 +54,11 @@ def test_new_names_exist_and_former_ones_do_not():
 
 @pytest.mark.parametrize('old', KEYS)
 def test_a_config_file_can_use_a_former_key(old, capsys):
-    new, values = KEYS[old], default()
+    (new, renamed), values = KEYS[old], default()
     section, _, name = old.partition('.')
-    former = next(iter(VALUES.get(new, [value_of(values, new)])))
+    former = next(iter(renamed or [value_of(values, new)]))
     values[section][name] = former
-    assert value_of(values, new) == VALUES.get(new, {}).get(former, former)
+    assert value_of(values, new) == renamed.get(former, former)
     assert getattr(values[section], name) == value_of(values, new)
     assert capsys.readouterr().err == (
         f'warning: config key {old} is now {new}; the former name works until release 0.3\n'
@@ -75,9 +75,9 @@ def test_a_command_line_can_use_a_former_key(capsys):
 
 def test_a_former_config_json_is_read_without_warnings(capsys):
     former = {'model': {'num_layers': 1, 'dim': 8, 'num_heads': 2}}
-    for old, new in KEYS.items():
+    for old, (new, renamed) in KEYS.items():
         section, _, name = old.partition('.')
-        if (value := next(iter(VALUES.get(new, [value_of(default(), new)])))) is not None:
+        if (value := next(iter(renamed or [value_of(default(), new)]))) is not None:
             former.setdefault(section, {})[name] = value
     config = from_json(json.dumps(former))
     assert config.grpo.loss_type == 'grpo'

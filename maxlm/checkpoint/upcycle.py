@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint.item_metadata import named_leaves
-from maxlm.config.families import is_of_experts
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.errors import InputError
 from maxlm.model.blocks import BLOCKS, DENSE_BLOCKS
 from maxlm.model.experts.router import ROUTER

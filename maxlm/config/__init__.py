@@ -1,1 +1,1 @@
-"""Configuration of a run: the schema of its keys, their ranges and validation. Imports no model code."""
+"""Configuration of a run: its schema, validation and loading. Imports no model code."""

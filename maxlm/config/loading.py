@@ -6,63 +6,47 @@ config.json in the workdir of a run.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import importlib.util
 import inspect
-import json
-import math
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.config_files import find_config, shipped_configs
-from maxlm.config.families import FAMILIES
-from maxlm.config.path_keys import check_paths
-from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
+from maxlm.config.keys import Key, current_config, current_key, declared_keys, section_keys
+from maxlm.config.schema import SECTIONS, Config, ModelConfig
+from maxlm.config.sections.declaration import Form
+from maxlm.config.sections.families import FAMILIES
 from maxlm.config.sections.model import FAMILY
-from maxlm.config.serialization import HIDDEN, SECRET_KEYS, to_json
-from maxlm.config.validation import EXCLUSIVE, check_choice, check_values, nearest, validate
+from maxlm.config.serialization import HIDDEN, is_secret, to_json
+from maxlm.config.validation import EXCLUSIVE, check_paths, check_values, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
-from maxlm.renames import current_config, current_key, report_renamed
+from maxlm.renames import report_renamed
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 
 # The keys of each group are alternative ways to set one quantity.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
-# Integer keys that also accept 'auto'.
-MAY_BE_AUTO = ('train.per_device_batch_size',)
-EXAMPLES: dict[type, str] = {
-    bool: 'true or false',
-    int: 'an integer',
-    float: 'a number',
-    str: 'a string',
-    tuple: "a tuple, e.g. (('a', 0.5), ('b', 0.5))",
-}
 
 
 def default() -> ConfigDict:
     """Returns all keys at their defaults, the starting point of config files. It is locked: unknown keys are errors."""
-    sections = {}
-    for section, cls in SECTIONS.items():
-        sections[section] = {
-            name: config_dict.placeholder(kind) if value is None else value
-            for (name, kind), value in zip(_fields(cls).items(), dataclasses.asdict(cls()).values(), strict=True)
-        }
-    for key in MAY_BE_AUTO:
-        section, _, name = key.partition('.')
-        sections[section][name] = config_dict.FieldReference(sections[section][name], field_type=object)
     values = ConfigDict()
-    for section, keys in sections.items():
+    for section in SECTIONS:
+        keys = {name: _initial(key) for name, key in section_keys(section).items()}
         values[section] = _Section(section, values, keys)
     return values.lock()
+
+
+def _initial(key: Key) -> Any:
+    if key.default is None:
+        return config_dict.placeholder(key.kind)
+    return config_dict.FieldReference(key.default, field_type=object) if Form.OR_AUTO in key.forms else key.default
 
 
 class _Section(ConfigDict):
@@ -174,24 +158,9 @@ def _freeze(values: ConfigDict) -> Config:
     for section in values:
         if section not in SECTIONS:
             raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
-        unknown = [key for key in values[section] if key not in _fields(SECTIONS[section])]
-        if unknown:
-            raise InputError(_unknown_key(section, unknown[0]))
-        sections[section] = values[section].to_dict()
-    for key in MAY_BE_AUTO:
-        section, _, name = key.partition('.')
-        value = sections.get(section, {}).get(name, 0)
-        if value != 'auto' and type(value) is not int:
-            raise InputError(f"{key}={value!r}: must be {EXAMPLES[int]} or 'auto'")
-        if value == 'auto':
-            sections[section][name] = AUTO
+        given = values[section].to_dict()
+        sections[section] = {name: _key(section, name).without_auto(value) for name, value in given.items()}
     return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
-
-
-@functools.cache
-def _fields(cls: type) -> Mapping[str, type]:
-    """Returns the keys of a section with their types."""
-    return MappingProxyType(typing.get_type_hints(cls))
 
 
 def _check_file(path: Path) -> None:
@@ -217,7 +186,7 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
     except (ValueError, InputError) as error:
         raise InputError(f'{path}: {error}') from error
     values.model.attention = 'auto'
-    if hidden := [key for key in SECRET_KEYS if _value(values, key) == HIDDEN]:
+    if hidden := [key for key in declared_keys() if is_secret(key) and _value(values, key) == HIDDEN]:
         print(f'warning: {path} does not contain {hidden[0]}; set --config.{hidden[0]} again', file=sys.stderr)
         section, _, name = hidden[0].partition('.')
         values[section][name] = ''
@@ -250,18 +219,8 @@ def _parse_json(text: str) -> ConfigDict:
     for section, keys in sections.items():
         if section not in SECTIONS:
             raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
-        kinds = _fields(SECTIONS[section])
         for name, value in keys.items():
-            if name not in kinds:
-                raise InputError(_unknown_key(section, name))
-            kind = kinds[name]
-            if kind is float and type(value) is int:
-                value = float(value) if abs(value) < 10**300 else math.inf
-            if kind is tuple and isinstance(value, list):
-                value = _as_tuples(value)
-            if type(value) is not kind:
-                raise InputError(f'{section}.{name}={json.dumps(value)}: must be {EXAMPLES[kind]}')
-            values[section][name] = value
+            values[section][name] = _key(section, name).from_json(value)
     return values
 
 
@@ -323,10 +282,7 @@ def _apply(values: ConfigDict, override: str) -> str:
     section, _, name = key.partition('.')
     if section not in SECTIONS:
         raise InputError(f'--config.{key}: config section {section!r} does not exist; {nearest(section, SECTIONS)}')
-    kinds = _fields(SECTIONS[section])
-    if name not in kinds:
-        raise InputError(_unknown_key(section, name))
-    values[section][name] = _parse(key, text, kinds[name])
+    values[section][name] = _key(section, name).parse(text)
     return key
 
 
@@ -348,43 +304,19 @@ def _clear(values: ConfigDict, key: str) -> None:
     values[section][name] = type(values[section][name])(0)
 
 
-def _parse(key: str, text: str, kind: type) -> Any:
-    if text == 'auto' and key in MAY_BE_AUTO:
-        return text
-    words = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no': False}
-    try:
-        if kind is bool:
-            return words[text.lower()]
-        if kind is tuple:
-            value = ast.literal_eval(text)
-            if not isinstance(value, tuple):
-                raise ValueError
-            return value
-        if kind is int:
-            number = float(text) if set(text) & set('eE.') else int(text)
-            if number != int(number):
-                raise ValueError
-            return int(number)
-        return kind(text)
-    except (ValueError, KeyError, OverflowError, SyntaxError, TypeError):
-        auto = ' or auto' if key in MAY_BE_AUTO else ''
-        raise InputError(f'{key}={text!r}: must be {EXAMPLES[kind]}{auto}') from None
-
-
-def _unknown_key(section: str, name: str) -> str:
-    elsewhere = [f'{other}.{name}' for other, cls in SECTIONS.items() if name in _fields(cls)]
-    hint = f'did you mean {elsewhere[0]!r}?' if elsewhere else nearest(name, _fields(SECTIONS[section]))
-    return f'config key {section}.{name} does not exist; {hint}'
+def _key(section: str, name: str) -> Key:
+    """Returns the declaration of a key. Raises InputError if it does not exist."""
+    keys = section_keys(section)
+    if name not in keys:
+        elsewhere = [f'{other}.{name}' for other in SECTIONS if name in section_keys(other)]
+        hint = f'did you mean {elsewhere[0]!r}?' if elsewhere else nearest(name, keys)
+        raise InputError(f'config key {section}.{name} does not exist; {hint}')
+    return keys[name]
 
 
 def _fill_family(config: Config) -> Config:
-    check_choice(config, 'model.family')
     model = config.model
+    section_keys('model')['family'].check(model.family)
     settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
     model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
     return dataclasses.replace(config, model=model)
-
-
-def _as_tuples(value: Any) -> Any:
-    """Returns nested lists, which JSON has instead of tuples, as tuples."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

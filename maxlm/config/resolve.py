@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
-from maxlm.config.sections.model import QUANTIZATION_GROUPS
+from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.config.sections.model import QUANTIZATION_GROUPS, AttentionKernel, ExpertMatmul
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
@@ -283,12 +283,15 @@ def needs_tokamax(model: ModelConfig, platform: str) -> bool:
     return is_dropless and platform == 'gpu' and model.expert_matmul in ('auto', 'tokamax')
 
 
-def _expert_matmul(requested: str, platform: str, mesh: MeshConfig) -> str:
+def _expert_matmul(requested: ExpertMatmul, platform: str, mesh: MeshConfig) -> ExpertMatmul:
     """Returns `model.expert_matmul` with auto resolved."""
     if requested == 'auto':
         # JAX's batching rule of kernels does not support the stages of a pipeline.
-        tpu = 'ragged_dot' if mesh.stage > 1 else 'megablox'
-        return {'gpu': 'tokamax', 'tpu': tpu}.get(platform, 'loop')
+        of_platform: dict[str, ExpertMatmul] = {
+            'gpu': 'tokamax',
+            'tpu': 'ragged_dot' if mesh.stage > 1 else 'megablox',
+        }
+        return of_platform.get(platform, 'loop')
     if requested in _KERNELS and platform != _KERNELS[requested]:
         raise InputError(f'model.expert_matmul={requested}: not available on {platform} devices; set it to auto')
     if requested == 'megablox' and mesh.stage > 1:
@@ -298,13 +301,14 @@ def _expert_matmul(requested: str, platform: str, mesh: MeshConfig) -> str:
     return requested
 
 
-def _attention_kernel(config: Config, platform: str, capability: tuple[int, int] | None) -> str:
+def _attention_kernel(config: Config, platform: str, capability: tuple[int, int] | None) -> AttentionKernel:
     """Returns `model.attention` with auto resolved. The config must have a resolved mesh and head_dim."""
     requested = config.model.attention
-    kernels, needs = {
+    of_platform: dict[str, tuple[tuple[AttentionKernel, ...], str]] = {
         'gpu': (('cudnn', 'cudnn_mask'), _cudnn_needs(config, capability)),
         'tpu': (('splash',), _splash_needs(config)),
-    }.get(platform, (('xla',), ''))
+    }
+    kernels, needs = of_platform.get(platform, (('xla',), ''))
     if requested == 'auto':
         # With a list of documents, the deterministic backward pass needs a multiple of the memory on Hopper
         # (NVIDIA/cudnn-frontend #398).

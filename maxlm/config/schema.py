@@ -4,65 +4,107 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from maxlm.config.sections.declaration import CheckpointPath, Form, FunctionName, Renamed, ValueBefore
 from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
 from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
+from maxlm.config.sections.ranges import (
+    INT32,
+    AxisSize,
+    CountFrom1,
+    Dollars,
+    GiB,
+    Hours,
+    Range,
+    Seed,
+    Steps,
+    StepsFrom1,
+    Tokens,
+    Weight,
+    WeightAbove0,
+    Workers,
+    WorkersFrom1,
+)
+from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 # Value of a key set to 'auto' until it is resolved.
 AUTO = -1
 # Placeholder number of steps until throughput is measured (runs given in hours or dollars).
 UNDECIDED_STEPS = 10**7
+# Values of export.architecture beside 'auto': the rows of `maxlm.huggingface.architectures.table`.
+ArchitectureName = Literal[
+    'gpt2',
+    'gpt_neox',
+    'llama',
+    'mistral',
+    'qwen2',
+    'qwen3',
+    'smollm3',
+    'olmo2',
+    'olmo3',
+    'granite',
+    'phi3',
+    'gemma2',
+    'gemma3_text',
+    'mixtral',
+    'qwen3_moe',
+    'deepseek_v2',
+    'deepseek_v3',
+    'gpt_oss',
+    'starcoder2',
+    'nanochat',
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…). A dataset of the
     # Hugging Face hub (hf:NAME[:CONFIG][@REVISION][#SPLIT]) is prepared in the background while the run trains.
-    path: str = 'data'
+    path: Annotated[str, PathOption(Kind.DIRECTORY, ANY)] = 'data'
     # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
     # selects one source within a directory. Weights are proportions of the training sequences.
-    sources: tuple = ()
+    sources: Annotated[tuple, PathOption(urls=ANY)] = ()
     # Other weights of data.sources at the start of the run, each with the fraction of the steps at which it ends:
     # (((0.7, 0.3), 0.8),). A weight of 0 leaves a source out.
     sources_schedule: tuple = ()
     # Tokenizer for data of the Hugging Face hub, as in `maxlm.prepare --tokenizer`: a tokenizer.json, hf:NAME, bpe:N …
-    tokenizer: str = ''
+    tokenizer: Annotated[str, PathOption(may_be_empty=True)] = ''
     # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
     # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
-    warn_epochs: float = 4.0
+    warn_epochs: Annotated[float, Range(1, 1e5)] = 4.0
     # Tokens in one training sequence.
-    seq_len: int = 1024
+    seq_len: Annotated[int, Range(2, 2**24), Renamed('window')] = 1024
     # Shorter sequence lengths at the start of the run, each with the fraction of the steps at which it ends:
     # ((256, 0.5), (512, 0.8)). Sequences are split; the tokens of a batch and their order stay the same.
-    seq_len_schedule: tuple = ()
+    seq_len_schedule: Annotated[tuple, Renamed('context_schedule')] = ()
     # Seed of the order of the training sequences.
-    seed: int = 0
+    seed: Seed = 0
     # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards, or one shard
     # in the first epoch of data that can be used during its preparation.
-    shuffle_shards: int = 0
+    shuffle_shards: Annotated[int, Range(0, 10**9), Renamed('pool_shards')] = 0
     # Allow a run to resume after its data changed, at the same step of the new order.
-    allow_dataset_change: bool = False
+    allow_dataset_change: Annotated[bool, Renamed('allow_change')] = False
     # Prevent attention between documents in one sequence, and restart positions at each document.
-    document_mask: bool = True
+    document_mask: Annotated[bool, Renamed('isolate_documents')] = True
     # Train the first token of each document, which the end-of-document token before it predicts. Loss masks of
     # conversations take precedence. A run keeps the value with which it began.
-    train_first_token: bool = True
+    train_first_token: Annotated[bool, ValueBefore(False)] = True
     # Number of threads that prefetch batches, in this process or in each worker.
-    num_threads: int = 4
+    num_threads: Annotated[WorkersFrom1, Renamed('threads')] = 4
     # Number of prefetched batches.
-    prefetch_buffer_size: int = 8
+    prefetch_buffer_size: Annotated[CountFrom1, Renamed('prefetch')] = 8
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
-    num_workers: int = 0
+    num_workers: Annotated[Workers, Renamed('workers')] = 0
     # Cache directory for shards downloaded from a bucket, before they are used, and for prepared data of the hub.
-    cache_dir: str = '~/.cache/maxlm'
+    cache_dir: Annotated[str, PathOption(Kind.DIRECTORY, keep_home=True), Renamed('cache')] = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
-    cache_limit_gib: float = 0.0
+    cache_limit_gib: Annotated[GiB, Renamed('cache_gib')] = 0.0
     # Number of concurrent shard downloads.
-    download_threads: int = 8
+    download_threads: Annotated[WorkersFrom1, Renamed('fetch_threads')] = 8
 
     @property
     def source_shares(self) -> tuple[float, ...]:
@@ -80,23 +122,23 @@ class DataConfig:
 class TrainConfig:
     # Length of the run; exactly one of the five keys must be set. A length in hours or dollars is converted to a number
     # of steps that follows the measured throughput, so that the schedule ends with it. All attempts of the run count.
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_epochs: float = 0.0
-    hours: float = 0.0
-    dollars: float = 0.0
+    num_steps: Steps = 0
+    num_tokens: Tokens = 0
+    num_epochs: Annotated[float, Range(0, 1e6)] = 0.0
+    hours: Hours = 0.0
+    dollars: Dollars = 0.0
     # Price of one device per hour, in dollars.
-    price_per_hour: float = 0.0
+    price_per_hour: Annotated[float, Range(0, 1e5)] = 0.0
     # Number of sequences per optimizer step over all devices, given here or in tokens (a multiple of data.seq_len).
-    global_batch_size: int = 0
-    global_batch_size_tokens: int = 0
+    global_batch_size: Annotated[int, Range(0, 10**8), Renamed('global_batch')] = 0
+    global_batch_size_tokens: Annotated[int, Range(0, 10**12), Renamed('global_batch_tokens')] = 0
     # Sequences per device and forward pass; gradients are accumulated until the global batch is complete.
     # 0 = no accumulation; 'auto' (AUTO) = as many as fit into device memory.
-    per_device_batch_size: int = 0
+    per_device_batch_size: Annotated[int, Range(AUTO, 10**8), Form.OR_AUTO, Renamed('micro_batch')] = 0
     # Steps between two log lines.
-    log_every: int = 10
+    log_every: StepsFrom1 = 10
     # Seed of the initial parameters and of dropout.
-    seed: int = 0
+    seed: Seed = 0
     # Compute the same bits in each run on the same devices, software and settings. Steps on GPUs are slower. CPUs and
     # TPUs always do. See docs/reliability.md.
     deterministic: bool = False
@@ -104,41 +146,45 @@ class TrainConfig:
     check_kernels: bool = True
     # Tokens of a device whose logits are in memory at the same time. Each chunk writes the gradient of the head once,
     # so small chunks increase the memory traffic.
-    loss_chunk_tokens: int = 4096
+    loss_chunk_tokens: Annotated[
+        int, Range(1, INT32), Renamed('loss_chunk', least=4096), Renamed('loss_chunk_size', least=4096)
+    ] = 4096
     # Weight of the z-loss, the square of log Σ exp(logits), which prevents drifting logits (PaLM: 1e-4); 0 = off.
-    z_loss: float = 0.0
+    z_loss: Weight = 0.0
     # Weight of the load-balancing loss of experts (Fedus et al. 2022, "Switch Transformers"); 0 = off.
-    load_balancing_loss: float = 0.01
+    load_balancing_loss: Weight = 0.01
     # Weight of the z-loss of the router's logits (Zoph et al. 2022, "ST-MoE": 0.001); 0 = off.
-    router_z_loss: float = 0.0
+    router_z_loss: Weight = 0.0
     # Change of the bias of model.router_balance_bias per step, toward a balanced load (DeepSeek-V3: 0.001).
-    router_bias_rate: float = 0.001
+    router_bias_rate: Weight = 0.001
     # Weight of the mean cross-entropy of the model.mtp_depth additional tokens. DeepSeek-V3 starts with 0.3 and ends
     # with 0.1.
-    mtp_loss_weight: float = 0.3
+    mtp_loss_weight: WeightAbove0 = 0.3
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
     # section grpo, for maxlm.grpo).
-    objective: str = 'next_token'
+    objective: Literal['next_token', 'dpo', 'grpo'] = 'next_token'
     # Loss of your own for the next token, package.module:function: (logits, targets) → loss of each target; '' =
     # cross-entropy. Evaluation always computes the cross-entropy.
-    loss: str = ''
+    loss: Literal[''] | FunctionName = ''
     # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
     # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
-    init_from: str = ''
+    init_from: CheckpointPath = ''
     # Noise of the experts of a model that starts from a dense checkpoint, relative to the standard deviation of each
     # parameter.
-    upcycling_noise: float = 0.01
+    upcycling_noise: Weight = 0.01
     # float16: initial loss scale, which prevents underflow of small gradients. An overflow halves the scale and skips
     # the step; loss_scale_growth_interval steps without overflow double it.
-    initial_loss_scale: float = 32768.0
-    loss_scale_growth_interval: int = 2000
+    initial_loss_scale: Annotated[float, Range(1, 2**30), Renamed('loss_scale')] = 32768.0
+    loss_scale_growth_interval: Annotated[StepsFrom1, Renamed('loss_scale_steps')] = 2000
     # Directory of the compilation cache, which saves compilation when a run restarts; evaluation and sampling use it
     # too. Only you may have write access, because its contents are executed. All processes must use the same directory.
     # '' = none. JAX_COMPILATION_CACHE_DIR takes precedence if it is set.
-    compilation_cache_dir: str = '~/.cache/maxlm/programs'
+    compilation_cache_dir: Annotated[str, PathOption(may_be_empty=True, keep_home=True), Renamed('compile_cache')] = (
+        '~/.cache/maxlm/programs'
+    )
     # Seconds without a step after which a process counts as stuck, not counting compilation, evaluation and saving. It
     # then reports where it is stuck and ends the run with exit code 75.
-    hang_timeout_seconds: float = 600.0
+    hang_timeout_seconds: Annotated[float, Range(0, 1e8, above=True), Renamed('stuck_seconds')] = 600.0
 
 
 # Ordered from the slowest links to the fastest: neighbors along the last axis are neighbors in the machine.
@@ -149,27 +195,27 @@ MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'expert', 'context', 'tensor')
 class MeshConfig:
     # Number of devices along each axis. One axis may be -1 and takes the remaining devices.
     # Replicas of the complete layout below (across slow links).
-    replica: int = 1
+    replica: AxisSize = 1
     # Pipeline parallelism: consecutive layers on different devices.
-    stage: int = 1
+    stage: AxisSize = 1
     # Data parallelism with replicated parameters.
-    data: int = 1
+    data: AxisSize = 1
     # Data parallelism with the state sharded according to `zero_stage`.
-    fsdp: int = -1
+    fsdp: AxisSize = -1
     # Expert parallelism: experts on different devices, which exchange tokens (all-to-all). Other parameters are sharded
     # as along fsdp, because these devices process different rows.
-    expert: int = 1
+    expert: AxisSize = 1
     # Context parallelism: sequences split over devices (ring attention).
-    context: int = 1
+    context: AxisSize = 1
     # Tensor parallelism: heads and feed-forward of a block split over devices.
-    tensor: int = 1
+    tensor: AxisSize = 1
     # Arrays sharded over fsdp, expert and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state, float32
     # parameters | 2 = also gradients | 3 = also the parameters that the micro-batches use.
-    zero_stage: int = 3
+    zero_stage: Annotated[Literal[1, 2, 3], Renamed('zero')] = 3
     # Number of times that the layers pass through all stages (circular pipeline); higher values reduce idle time.
-    num_pipeline_repeats: int = 1
+    num_pipeline_repeats: Annotated[int, Range(1, 1000), Renamed('stage_repeats')] = 1
     # State kept in host memory and moved to the device one layer at a time: none | optimizer | all (also parameters).
-    host_offload: str = 'none'
+    host_offload: Annotated[Literal['none', 'optimizer', 'all'], Renamed('offload')] = 'none'
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -180,23 +226,23 @@ class MeshConfig:
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     # Steps between two checkpoints; 0 = save by time only, and at the last step.
-    save_interval_steps: int = 1000
+    save_interval_steps: Annotated[Steps, Renamed('every_steps')] = 1000
     # Minutes since the last checkpoint after which the next step is saved, at any step number; 0 = save by steps only.
-    save_interval_minutes: float = 20.0
+    save_interval_minutes: Annotated[float, Range(0, 1e6), Renamed('every_minutes')] = 20.0
     # Number of latest checkpoints to keep.
-    max_to_keep: int = 5
+    max_to_keep: Annotated[StepsFrom1, Renamed('keep_last')] = 5
     # Number of additional checkpoints to keep: those saved at an evaluation with the lowest validation loss.
-    keep_best: int = 1
+    keep_best: Steps = 1
     # Steps between permanent checkpoints, which are always saved and never deleted; 0 = none.
-    keep_period: int = 0
+    keep_period: Annotated[Steps, Renamed('permanent_every')] = 0
     # Maximum size of all checkpoints of the run, in GiB; 0 = no limit. Beyond it the oldest checkpoints are deleted,
     # then those of keep_best, but never the newest one and those of keep_period.
-    max_gib: float = 0.0
+    max_gib: GiB = 0.0
     # Before each checkpoint, compare the devices that hold the same part of an array. If they differ, a device computes
     # wrong results: the run names it and ends without saving.
     compare_replicas: bool = True
     # Remote copy of the workdir (gs://bucket/run or s3://bucket/run), uploaded in the background; '' = none.
-    remote_dir: str = ''
+    remote_dir: Annotated[str, PathOption(urls=ANY, may_be_empty=True), Renamed('mirror')] = ''
 
     @property
     def max_bytes(self) -> int:
@@ -210,10 +256,10 @@ class ExportConfig:
     at_end: bool = False
     # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
     # to checkpoint.remote_dir.
-    to: str = ''
+    to: Annotated[str, PathOption(Kind.DIRECTORY, BUCKETS, may_be_empty=True)] = ''
     # Architecture of Transformers: auto (one that other programs support), or one of the table in docs/models.md, such
     # as llama. Only Transformers 5 or later can run nanochat.
-    architecture: str = 'auto'
+    architecture: Literal['auto'] | ArchitectureName = 'auto'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,18 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from maxlm.config.keys import declared_keys
 from maxlm.config.schema import SECTIONS, Config
+from maxlm.config.sections.declaration import Form
 from maxlm.storage.errors import redact
 from maxlm.storage.json_text import parse_json
 
-# Keys whose values may contain secrets anywhere. In the values of other keys, only URLs can contain them.
-SECRET_KEYS = ('alerts.command',)
 HIDDEN = '(hidden)'
+
+
+def is_secret(key: str) -> bool:
+    """Returns True if a value of the key may contain secrets anywhere. In other values, only URLs can contain them."""
+    return key in declared_keys() and Form.SECRET in declared_keys()[key].forms
 
 
 def as_dict(config: Config, *, with_secrets: bool = False) -> dict[str, dict[str, Any]]:
@@ -47,12 +52,12 @@ def public_command(words: Sequence[str]) -> list[str]:
     shown, key = [], ''
     for word in words:
         name, equals, _ = word.removeprefix('--config.').partition('=')
-        is_secret = word.startswith('--config.') and name in SECRET_KEYS
-        if key or (is_secret and equals):
+        hides = word.startswith('--config.') and is_secret(name)
+        if key or (hides and equals):
             shown.append(HIDDEN if key else f'--config.{name}={HIDDEN}')
         else:
             shown.append(_public(word) if word.startswith('--config.') else redact(word))
-        key = name if is_secret and not equals else ''
+        key = name if hides and not equals else ''
     return shown
 
 
@@ -63,8 +68,7 @@ def _dump(values: dict[str, dict[str, Any]]) -> str:
 def _hide(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         section: {
-            key: HIDDEN if value and f'{section}.{key}' in SECRET_KEYS else _public(value)
-            for key, value in keys.items()
+            key: HIDDEN if value and is_secret(f'{section}.{key}') else _public(value) for key, value in keys.items()
         }
         for section, keys in values.items()
     }

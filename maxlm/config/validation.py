@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.families import FAMILIES, GATED_ACTIVATIONS
-from maxlm.config.ranges import Range, check_ranges
-from maxlm.config.schema import Config, DataConfig
-from maxlm.config.sections.model import QUANTIZATION_GROUPS
-from maxlm.config.user_function import is_function_name
+from maxlm.config.keys import declared_keys
+from maxlm.config.schema import SECTIONS, Config, DataConfig
+from maxlm.config.sections.ranges import Range
 from maxlm.config.validation_architecture import check_architecture, check_experts
 from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
@@ -24,58 +23,6 @@ EXCLUSIVE = (
     ('train.hours', 'train.dollars', 'train.num_steps', 'train.num_tokens', 'train.num_epochs'),
     ('train.global_batch_size', 'train.global_batch_size_tokens'),
 )
-
-CHOICES = {
-    'model.family': tuple(FAMILIES),
-    'model.position_embedding': ('learned', 'rotary'),
-    'model.norm': ('layernorm', 'rmsnorm'),
-    'model.norm_placement': ('pre', 'post', 'both'),
-    'model.qk_norm_scope': ('head', 'projection'),
-    'model.rope_scaling': ('none', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope'),
-    'model.activation': ('gelu', 'gelu_tanh', 'relu', 'relu2', 'silu', *GATED_ACTIVATIONS),
-    'model.router_score': ('softmax', 'sigmoid'),
-    'model.expert_group_score': ('max', 'top2'),
-    'model.expert_matmul': ('auto', 'ragged_dot', 'tokamax', 'megablox', 'loop'),
-    'model.init': ('normal', 'small', 'uniform'),
-    'model.dtype': ('bfloat16', 'float16', 'float32'),
-    'model.matmul_precision': ('default', 'fp8'),
-    'model.weight_quantization': ('float', *QUANTIZATION_GROUPS),
-    'model.remat_policy': ('none', 'dots', 'dots_no_batch', 'full', 'offload'),
-    'model.attention': ('auto', 'xla', 'cudnn', 'cudnn_mask', 'splash'),
-    'optimizer.name': ('adamw', 'muon'),
-    'optimizer.moment_dtype': ('float32', 'bfloat16', 'int8'),
-    'optimizer.schedule': ('cosine', 'linear', 'wsd', 'constant'),
-    'optimizer.weight_decay_mask': ('matrices', 'projections', 'all'),
-    'train.objective': ('next_token', 'dpo', 'grpo'),
-    'dpo.loss_type': ('sigmoid', 'ipo', 'orpo', 'kto', 'apo_zero_unpaired'),
-    'grpo.loss_type': ('grpo', 'dapo', 'dr_grpo', 'gspo'),
-    'mesh.zero_stage': (1, 2, 3),
-    'mesh.host_offload': ('none', 'optimizer', 'all'),
-    'metrics.wandb': ('', 'online', 'offline'),
-    'export.architecture': (
-        'auto',
-        'gpt2',
-        'gpt_neox',
-        'llama',
-        'mistral',
-        'qwen2',
-        'qwen3',
-        'smollm3',
-        'olmo2',
-        'olmo3',
-        'granite',
-        'phi3',
-        'gemma2',
-        'gemma3_text',
-        'mixtral',
-        'qwen3_moe',
-        'deepseek_v2',
-        'deepseek_v3',
-        'gpt_oss',
-        'starcoder2',
-        'nanochat',
-    ),
-}
 
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
 # With data.sources_schedule, a source may be absent from a stage.
@@ -89,24 +36,27 @@ MIN_SPIKE_WINDOW = 16
 
 
 def _value(config: Config, key: str) -> Any:
-    section, name = key.split('.')
-    return getattr(getattr(config, section), name)
-
-
-def check_choice(config: Config, key: str) -> None:
-    value, options = _value(config, key), CHOICES[key]
-    if value not in options:
-        names = [str(option) or "''" for option in options]
-        close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-        hint = f'; did you mean {close[0]!r}?' if close else ''
-        raise InputError(f'{key}={value!r}: must be one of {", ".join(names)}{hint}')
+    return declared_keys()[key].of(config)
 
 
 def check_values(config: Config) -> None:
     """Checks each value alone. Raises InputError."""
-    for key in CHOICES:
-        check_choice(config, key)
-    check_ranges(config)
+    for key in declared_keys().values():
+        key.check(key.of(config))
+
+
+def check_paths(config: Config) -> Config:
+    """Returns the config with `~` expanded in paths, and `file://` removed from keys that accept no other URLs.
+
+    Raises:
+        InputError: a path or URL is invalid regardless of the other keys. The message names the key.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    for key in declared_keys().values():
+        if key.path is not None:
+            sections[key.section][key.name] = key.checked_path(key.of(config))
+    changed = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def validate(config: Config) -> None:
@@ -156,7 +106,7 @@ def validate(config: Config) -> None:
     _check_sources_schedule(data)
     _check_context_schedule(data)
     check_dpo(config)
-    _check_functions(config)
+    _check_loss(config)
     check_trained(config)
     check_mtp(config)
     check_distill(config)
@@ -279,11 +229,7 @@ def _check_fractions(key: str, schedule: tuple[tuple[Any, float], ...]) -> None:
         last_fraction = entry[1]
 
 
-def _check_functions(config: Config) -> None:
-    for key in ('model.block', 'train.loss'):
-        name = _value(config, key)
-        if name and not is_function_name(name):
-            raise InputError(f'{key}={name}: must have the form package.module:name, e.g. my_module:Mine')
+def _check_loss(config: Config) -> None:
     train = config.train
     if train.loss and train.objective != 'next_token':
         raise InputError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from maxlm.config.ranges import Range
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.ranges import Range
 from maxlm.errors import InputError
 
 # Divisor of a rotary frequency.

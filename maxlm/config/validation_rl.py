@@ -6,7 +6,6 @@ import dataclasses
 import math
 from fnmatch import fnmatchcase
 
-from maxlm.config.families import projections
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.sections.posttraining import GrpoConfig
@@ -22,7 +21,7 @@ def check_adapters(model: ModelConfig) -> None:
     """
     if not model.lora_rank:
         return
-    names = projections(model)
+    names = model.projections
     there = f'available: {", ".join(names)}'
     if not model.lora_target_modules:
         raise InputError(

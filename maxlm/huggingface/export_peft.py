@@ -25,8 +25,8 @@ from maxlm.checkpoint.conversion.quantized import quantized_arrays
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray
-from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import GPT2
 from maxlm.huggingface.config_conversion import choose_architecture
@@ -80,7 +80,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
         raise InputError(
             f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG} (no adapters); use a run with adapters'
         )
-    found = [path for path in projections(model) if is_of_experts(f'.{path}') and adapter_of(model, path)]
+    found = [path for path in model.projections if is_of_experts(f'.{path}') and adapter_of(model, path)]
     if found:
         raise InputError(
             f'--checkpoint={checkpoint}: the run has adapters of {", ".join(found)}, and PEFT stores no '

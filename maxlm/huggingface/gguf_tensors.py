@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxlm.config.families import is_of_experts
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.huggingface.architectures.gguf import GgufArchitecture
 from maxlm.huggingface.state_dict import Tensor
 

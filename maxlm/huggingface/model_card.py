@@ -93,7 +93,7 @@ def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
 
 
 def _model_facts(model: ModelConfig) -> dict[str, str]:
-    positions = model.position_embedding
+    positions: str = model.position_embedding
     if model.position_embedding == 'rotary':
         positions += f', base {model.rope_theta:,.0f}'
         if model.partial_rotary_factor < 1:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxlm.config.ranges import INT32, RANGES, Range
+from maxlm.config.keys import declared_keys
+from maxlm.config.sections.ranges import INT32, Range
 
 
 class Number(NamedTuple):
@@ -27,18 +28,24 @@ class Number(NamedTuple):
         return f'{"an integer" if self.is_integer else "a number"} of {self.allowed}'
 
 
+def _range(key: str) -> Range:
+    allowed = declared_keys()[key].range
+    assert allowed is not None, key
+    return allowed
+
+
 def _integer(key: str) -> Number:
     # In a config of maxlm, 0 means a derived size. In these files, the key is missing instead.
-    allowed = RANGES[f'model.{key}']
+    allowed = _range(f'model.{key}')
     return Number(True, allowed._replace(low=max(1, allowed.low)))
 
 
 def _float(key: str, *, or_zero: bool = False) -> Number:
-    allowed = RANGES[f'model.{key}']
+    allowed = _range(f'model.{key}')
     return Number(False, allowed._replace(or_zero=allowed.or_zero or or_zero))
 
 
-_POSITIONS = Number(True, Range(RANGES['data.seq_len'].low, INT32))
+_POSITIONS = Number(True, Range(_range('data.seq_len').low, INT32))
 _COUNT = Number(True, Range(0, INT32))
 NUMBERS: dict[str, Number] = {
     # config.json: sizes.
@@ -100,7 +107,7 @@ NUMBERS: dict[str, Number] = {
     # As in Transformers, 0 means the default.
     'beta_slow': _float('rope_beta_slow', or_zero=True),
     'beta_fast': _float('rope_beta_fast', or_zero=True),
-    'attention_factor': Number(False, RANGES['model.rope_attention_factor']._replace(or_zero=False)),
+    'attention_factor': Number(False, _range('model.rope_attention_factor')._replace(or_zero=False)),
     'mscale': Number(False, Range(0, 10)),
     'mscale_all_dim': Number(False, Range(0, 10)),
     # generation_config.json. Some files use -1 for a token that does not exist.

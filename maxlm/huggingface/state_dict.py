@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.huggingface.tensors.experts import MIXTRAL_NAMES, ExpertNames, experts, gpt_oss_experts
 from maxlm.huggingface.tensors.latent_attention import latent_attention
 from maxlm.huggingface.tensors.layer_tensor import LayerTensor, Shape

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.layers.lora import adapter_of
 from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, weights_of
 from maxlm.parallel.layout import SAVING

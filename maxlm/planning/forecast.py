@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import Dtype
 from maxlm.errors import InputError
 from maxlm.model.parameters import model_parameters
 from maxlm.parallel.layout import Layout
@@ -123,7 +124,8 @@ def faster_dtype(forecast: Forecast) -> tuple[str, float] | None:
     chip = target.chip
     if config.model.dtype != 'float32' or chip.platform == 'cpu':
         return None
-    dtype = max(('bfloat16', 'float16'), key=lambda name: chip.peak(name).tflops)
+    dtypes: tuple[Dtype, ...] = ('bfloat16', 'float16')
+    dtype = max(dtypes, key=lambda name: chip.peak(name).tflops)
     # Fused attention kernels need 16 bits.
     model = dataclasses.replace(config.model, dtype=dtype, attention='auto')
     changed = resolve(

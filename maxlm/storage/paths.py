@@ -44,6 +44,7 @@ class PathOption:
         urls: supported protocols, or ANY; () = none.
         may_be_empty: accept the empty text as "no path".
         as_path: return local paths as `Path` instead of `str`.
+        keep_home: keep `~`, for paths in files that other users read. It is expanded at use.
         advice: remedy in the error message for URLs; '' = give a local file or directory.
     """
 
@@ -51,6 +52,7 @@ class PathOption:
     urls: tuple[str, ...] = ()
     may_be_empty: bool = False
     as_path: bool = False
+    keep_home: bool = False
     advice: str = ''
 
     def __call__(self, text: str) -> str | Path:
@@ -78,9 +80,9 @@ class PathOption:
         if is_url(path):
             self._check_url(path)
             return path
-        path = os.path.expanduser(path)
-        self._check_local(path)
-        return path
+        expanded = os.path.expanduser(path)
+        self._check_local(expanded)
+        return path if self.keep_home else expanded
 
     @property
     def _instead(self) -> str:

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from maxlm.cli.commands import COMMANDS, module_of
-from maxlm.config import schema
+from maxlm.config.keys import declared_keys
 from maxlm.config.loading import load
-from maxlm.config.path_keys import PATHS, SOURCE, TASK
-from maxlm.config.sections import distill, model, monitoring, optimizer, posttraining
+from maxlm.config.schema import SECTIONS
 from maxlm.data.chat.template import load_template
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
@@ -24,6 +23,7 @@ from maxlm.storage.jsonl import read_lines
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
 from maxlm.workdir.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
+from tools.docs.config_page import field_comments
 
 # Options and keys with one of these words in their name, metavar or help take a path, except those listed below.
 WORDS = re.compile(
@@ -50,9 +50,8 @@ NO_PATHS = {
     'supervise --max-failures': 'a number',
     'checkpoints fetch --threads': 'a number',
 }
+KEY_PATHS = {name: key.path for name, key in declared_keys().items() if key.path is not None}
 NO_PATH_KEYS = {
-    'data.sources': 'checked entry by entry',
-    'eval.tasks': 'checked entry by entry',
     'alerts.webhook_env_var': 'a variable of the environment',
     'metrics.wandb': 'a choice',
 }
@@ -100,30 +99,20 @@ def test_a_forgotten_option_is_found():
     assert forgotten(options_of(parser, 'x')) == ['x --output', 'x --log-file', 'x --text']
 
 
-def keys_with_comments():
-    """Returns each config key with its comment."""
-    for module in (schema, distill, model, posttraining, monitoring, optimizer):
-        text = Path(module.__file__).read_text()
-        for section, body in re.findall(r'class (\w+)Config:\n(.*?)(?=\n\n\n|\Z)', text, re.DOTALL):
-            comment = ''
-            for line in body.splitlines():
-                if match := re.match(r'    (\w+): (\w+)', line):
-                    yield f'{section.lower()}.{match[1]}', match[2], comment
-                    comment = ''
-                elif line.strip().startswith('#'):
-                    comment += line
-
-
 def test_every_key_that_takes_a_path_has_the_type():
-    found = list(keys_with_comments())
-    sections = {name for name, _, _ in found}
-    assert {'data.path', 'grpo.prompts', 'alerts.file', 'train.num_steps'} <= sections
-    assert len(found) >= 150
-    paths = {name for name, kind, comment in found if kind in ('str', 'tuple') and WORDS.search(f'{name} {comment}')}
-    assert paths - set(PATHS) - set(NO_PATH_KEYS) == set()
+    comments = {
+        f'{section}.{name}': text for section, cls in SECTIONS.items() for name, text in field_comments(cls).items()
+    }
+    assert set(comments) == set(declared_keys())
+    paths = {
+        name
+        for name, key in declared_keys().items()
+        if key.kind in (str, tuple) and WORDS.search(f'{name} {comments[name]}')
+    }
+    assert {'data.path', 'grpo.prompts', 'alerts.file'} <= paths
+    assert paths - set(KEY_PATHS) - set(NO_PATH_KEYS) == set()
     # Reasons of removed keys must be removed too.
     assert set(NO_PATH_KEYS) <= paths
-    assert set(PATHS) <= sections
 
 
 def test_valid_paths():
@@ -228,13 +217,14 @@ def url_rows():
     """Returns the rows of the table of URLs in docs/data.md."""
     protocols = {ANY: '`gs://`, `s3://` and all others of fsspec', BUCKETS: '`gs://`, `s3://`', ('gs',): '`gs://`'}
     options = [(f'{command} {name if name.startswith("-") else name.upper()}', kind) for command, name, kind in OPTIONS]
-    keys = [*PATHS.items(), ('data.sources', SOURCE), ('eval.tasks', TASK)]
 
     def named(pairs, urls):
         return ', '.join(f'`{name}`' for name, kind in pairs if getattr(kind, 'option', kind).urls == urls)
 
-    assert {getattr(kind, 'option', kind).urls for _, kind in [*options, *keys]} == {*protocols, ()}
-    return [f'| {words} | {named(options, urls)} | {named(keys, urls)} |' for urls, words in protocols.items()]
+    assert {getattr(kind, 'option', kind).urls for _, kind in [*options, *KEY_PATHS.items()]} == {*protocols, ()}
+    return [
+        f'| {words} | {named(options, urls)} | {named(KEY_PATHS.items(), urls)} |' for urls, words in protocols.items()
+    ]
 
 
 def test_the_docs_list_options_with_urls():
@@ -275,10 +265,9 @@ def test_unsupported_urls_are_refused_before_files_are_written(workspace, capsys
         assert not list(workspace.iterdir())
 
 
-@pytest.mark.parametrize('key', [*PATHS, 'data.sources', 'eval.tasks'])
+@pytest.mark.parametrize('key', KEY_PATHS)
 def test_unsupported_urls_of_keys_are_refused(workspace, key):
-    option = PATHS.get(key, PathOption(urls=ANY if key == 'data.sources' else ()))
-    for url in refused_urls(option):
+    for url in refused_urls(KEY_PATHS[key]):
         value = {'data.sources': f'(({url!r}, 1.0),)', 'eval.tasks': f'({url!r},)'}.get(key, url)
         more = ['eval.tasks_interval=1', 'eval.interval=1'] if key == 'eval.tasks' else []
         with pytest.raises(InputError, match=f'^{re.escape(f"{key}={url}")}'):

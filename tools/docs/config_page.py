@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import textwrap
-from typing import Any
 
-from maxlm.config.ranges import RANGES
+from maxlm.config.keys import Key, section_keys
 from maxlm.config.schema import SECTIONS
-from maxlm.config.sections.model import FAMILY
-from maxlm.config.validation import CHOICES
+from maxlm.config.sections.declaration import Form
+from maxlm.storage.paths import ANY
 from tools.docs.markdown import escaped
 
 INTRODUCTION = """# Config keys
@@ -46,26 +44,36 @@ def field_comments(section: type) -> dict[str, str]:
     return comments
 
 
-def facts(key: str, field: dataclasses.Field[Any]) -> str:
-    """Returns type, default and allowed values of a key in one line."""
-    default = 'set by `model.family`' if field.default is FAMILY and key != 'model.family' else f'`{field.default!r}`'
-    # Annotations are strings, because the module imports `annotations`.
-    parts = [f'Type: {field.type}', f'default: {default}']
-    if key in CHOICES:
-        parts.append(f'one of {", ".join(f"`{choice!r}`" for choice in CHOICES[key])}')
-    elif key in RANGES:
-        parts.append(str(RANGES[key]))
+def facts(key: Key) -> str:
+    """Returns type, default, allowed values and former names of a key in one line."""
+    default = 'set by `model.family`' if key.default is None else f'`{key.default!r}`'
+    parts = [f'Type: {key.kind.__name__}', f'default: {default}']
+    choices = [f'`{choice!r}`' for choice in key.choices]
+    if Form.FUNCTION in key.forms:
+        choices.append('a function of yours, `package.module:name`')
+    if choices:
+        parts.append(f'one of {", ".join(choices)}')
+    if key.range is not None:
+        auto = ", or `'auto'`" if Form.OR_AUTO in key.forms else ''
+        parts.append(f'{key.range}{auto}')
+    if key.path is not None and key.path.urls:
+        parts.append(
+            'path or URL' if key.path.urls == ANY else f'path, {" or ".join(f"{url}://…" for url in key.path.urls)}'
+        )
+    elif key.path is not None:
+        parts.append('local path')
+    if key.renamed:
+        parts.append(f'formerly {", ".join(f"`{former}`" for former in key.renamed)}')
     return f'*{"; ".join(parts)}.*'
 
 
 def config_page() -> str:
     """Returns docs/reference/config.md."""
     lines = [INTRODUCTION]
-    for section, kind in SECTIONS.items():
-        comments = field_comments(kind)
+    for section, cls in SECTIONS.items():
+        comments = field_comments(cls)
         lines.append(f'## {section}\n')
-        for field in dataclasses.fields(kind):
-            key = f'{section}.{field.name}'
+        for name, key in section_keys(section).items():
             lines.append(f'### `{key}` {{ #{key} }}\n')
-            lines.append(f'{escaped(comments[field.name])}\n\n{facts(key, field)}\n')
+            lines.append(f'{escaped(comments[name])}\n\n{facts(key)}\n')
     return '\n'.join(lines)

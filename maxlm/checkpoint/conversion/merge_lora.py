@@ -22,9 +22,9 @@ from maxlm.checkpoint.conversion.quantized import DequantizedReader
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item, unused_mtp, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
-from maxlm.config.families import is_of_experts
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 from maxlm.log import progress_bar

@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray
-from maxlm.config.families import is_of_experts
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.errors import InputError
 from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import (

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.process import run
+from maxlm.config.keys import section_keys
 from maxlm.config.schema import ExportConfig
-from maxlm.config.validation import CHOICES
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import BUCKETS, Kind, PathOption
 
@@ -97,7 +97,7 @@ def make_parser() -> ArgumentParser:
     for one in (exporter, adapter):
         one.add_argument(
             '--architecture',
-            choices=CHOICES['export.architecture'],
+            choices=section_keys('export')['architecture'].choices,
             default=ExportConfig.architecture,
             help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
             'never nanochat, which vLLM does not support)',

@@ -1,7 +1,7 @@
 """Prints the completion script of a shell: `maxlm completion bash|zsh|fish`.
 
-The script contains all commands, options and config names, so that completion does not start Python. Print it again
-after an update of maxlm. `docs/launch.md` has the file of each shell.
+The script contains all commands, options, config keys and config names, so that completion does not start Python. Print
+it again after an update of maxlm. `docs/launch.md` has the file of each shell.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import shtab
 from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.process import run
-from maxlm.config.loading import shipped_configs
+from maxlm.config.config_files import shipped_configs
+from maxlm.config.keys import declared_keys
 from maxlm.errors import EXIT_DONE
 from maxlm.storage.paths import Kind, PathList, PathOption
 
+# Commands that accept --config.section.key=value.
+WITH_KEYS = ('train', 'grpo', 'plan', 'doctor', 'recipe')
 SHELLS = ('bash', 'zsh', 'fish')
 # Bash passes `--option=value` as three words. shtab expects `--option value`.
 _BASH_WITHOUT_EQUALS = """
@@ -42,7 +45,7 @@ _maxlm_complete() {
 complete -o bashdefault -F _maxlm_complete maxlm
 """
 # Option specs of zsh: `--option[help]:name:values` and `{--option,--alias}"[help]:name:values`.
-_ZSH_OPTION = re.compile(r'^( *"\*?--[\w-]+)(?=\[.*[^\\]\]:)|^( *"?\*?"?\{--[\w,-]+\})(?="\[.*[^\\]\]:)', re.MULTILINE)
+_ZSH_OPTION = re.compile(r'^( *"\*?--[\w.-]+)(?=\[.*[^\\]\]:)|^( *"?\*?"?\{--[\w,-]+\})(?="\[.*[^\\]\]:)', re.MULTILINE)
 
 
 def script(shell: str) -> str:
@@ -51,7 +54,7 @@ def script(shell: str) -> str:
     if shell == 'bash':
         return text + _BASH_WITHOUT_EQUALS
     # Without `=` in its specification, zsh does not complete the value of `--option=value`.
-    return _ZSH_OPTION.sub(lambda match: re.sub(r'(--[\w-]+)', r'\1=', match[0]), text) if shell == 'zsh' else text
+    return _ZSH_OPTION.sub(lambda match: re.sub(r'(--[\w.-]+)', r'\1=', match[0]), text) if shell == 'zsh' else text
 
 
 def make_root_parser() -> argparse.ArgumentParser:
@@ -60,9 +63,19 @@ def make_root_parser() -> argparse.ArgumentParser:
     commands = root.add_subparsers()
     for name, command in COMMANDS.items():
         parser = module_of(name).make_parser()
+        if name in WITH_KEYS:
+            _add_keys(parser)
         _mark_paths(parser)
         commands.add_parser(name, help=command.help, parents=[parser], add_help=False)
     return root
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of each config key, which commands parse without argparse."""
+    for key in declared_keys().values():
+        choices = ('true', 'false') if key.kind is bool else key.choices
+        option = parser.add_argument(f'--config.{key}', choices=choices or None, help=str(key.range or ''))
+        option.type = key.path if key.kind is str else None
 
 
 def _mark_paths(parser: argparse.ArgumentParser) -> None:

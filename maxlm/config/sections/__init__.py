@@ -1,1 +1,1 @@
-"""Sections of the config that the schema imports."""
+"""Sections of the config: the declarations of its keys, and the vocabulary of these declarations."""

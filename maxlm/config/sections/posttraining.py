@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated, Literal
+
+from maxlm.config.sections.declaration import Renamed
+from maxlm.config.sections.ranges import Count, CountFrom1, Fraction, FractionBelow1, Range, Steps, Weight, WeightAbove0
+from maxlm.storage.paths import ANY, Kind, PathOption
 
 
 @dataclasses.dataclass(frozen=True)
 class DpoConfig:
     # Strength of the KL regularization toward the reference, i.e. the initial model. Higher values keep it closer. With
     # orpo, the weight of the odds ratio beside the cross-entropy (lambda in the paper).
-    beta: float = 0.1
+    beta: WeightAbove0 = 0.1
     # sigmoid (Rafailov et al. 2023, "Direct Preference Optimization") | ipo (Azar et al. 2023, "A General Theoretical
     # Paradigm to Understand Learning from Human Preferences") | orpo (Hong et al. 2024, "ORPO: Monolithic Preference
     # Optimization without Reference Model") | kto (Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic
     # Optimization") | apo_zero_unpaired (D'Oosterlinck et al. 2024, "Anchored Preference Optimization and Contrastive
     # Revisions"). The last two take single answers with labels, and also pairs.
-    loss_type: str = 'sigmoid'
+    loss_type: Annotated[Literal['sigmoid', 'ipo', 'orpo', 'kto', 'apo_zero_unpaired'], Renamed('loss')] = 'sigmoid'
     # sigmoid: fraction of the pairs that are assumed to be mislabeled (Mitchell 2023, "conservative DPO").
-    label_smoothing: float = 0.0
+    label_smoothing: FractionBelow1 = 0.0
     # Weight of the mean cross-entropy of the preferred answers (Pang et al. 2024, "Iterative Reasoning Preference
     # Optimization"); 0 = none.
-    rpo_alpha: float = 0.0
+    rpo_alpha: Annotated[Weight, Renamed('next_token_weight')] = 0.0
     # kto, apo_zero_unpaired: weights of the losses of desirable (chosen) and undesirable (rejected) answers. With
     # unequal numbers of answers, raise the weight of the rarer kind.
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    desirable_weight: Weight = 1.0
+    undesirable_weight: Weight = 1.0
 
     @property
     def takes_labels(self) -> bool:
@@ -35,9 +40,9 @@ class DpoConfig:
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:
     # JSONL file of prompts, each with a `prompt` or `messages` and the fields that its reward needs.
-    prompts: str = ''
+    prompts: Annotated[str, PathOption(Kind.FILE, ANY, may_be_empty=True)] = ''
     # JSONL file of evaluation prompts, evaluated at eval.interval; '' = none.
-    eval_prompts: str = ''
+    eval_prompts: Annotated[str, PathOption(Kind.FILE, ANY, may_be_empty=True)] = ''
     # Reward of a response (maxlm/rl/rewards/rewards.py), a function of the user ('package.module:function', see
     # docs/posttraining.md), or a weighted sum of them: 'numeric + 0.1*format'.
     reward: str = 'exact'
@@ -46,46 +51,49 @@ class GrpoConfig:
     # Functions of the user that the model may call ('package.module:function', see docs/posttraining.md); () = none.
     tools: tuple = ()
     # Maximum number of tool calls of a response.
-    max_tool_calls: int = 8
+    max_tool_calls: CountFrom1 = 8
     # Run the functions of the user in grpo.reward, grpo.eval_reward and grpo.tools in the sandbox, without network,
     # environment variables or other files, and with limits on time and memory. A reward that fails during training is
     # 0.
     sandbox_functions: bool = False
     # Number of responses sampled per prompt from the unmodified model distribution (a group; G in the paper).
-    num_generations: int = 16
+    num_generations: Annotated[int, Range(2, 10**5), Renamed('samples')] = 16
     # Number of prompts per rollout. num_generations · prompts_per_rollout must be a multiple of
     # train.global_batch_size, the number of responses in one optimizer step. 0 = the fewest prompts for which it is.
-    prompts_per_rollout: int = 0
+    prompts_per_rollout: Annotated[int, Range(0, 10**6)] = 0
     # Maximum number of tokens per response; the remaining tokens of data.seq_len are for the prompt.
-    max_completion_length: int = 0
+    max_completion_length: Annotated[int, Range(0, 2**24), Renamed('max_tokens')] = 0
     # Gather sharded parameters once per rollout instead of once per token. This is faster, but each device then holds
     # all parameters in the compute dtype.
-    gather_params_for_generation: bool = False
+    gather_params_for_generation: Annotated[bool, Renamed('gather_once')] = False
     # Generate the next rollout while the responses of this one are scored, with the parameters before the updates by
     # this one. Importance weights correct the loss for the difference.
     async_rollouts: bool = False
     # With async_rollouts: upper bound of the importance weights (Yao et al. 2025, "Your Efficient RL Framework Secretly
     # Brings You Off-Policy RL Training": 2).
-    importance_sampling_cap: float = 2.0
+    importance_sampling_cap: Annotated[float, Range(1, 1000)] = 2.0
     # Number of optimization passes over the same responses.
-    num_iterations: int = 1
+    num_iterations: Annotated[CountFrom1, Renamed('epochs')] = 1
     # Clipping range of the probability ratio, 1 - epsilon to 1 + epsilon_high (Yu et al. 2025, "DAPO": 0.2 and 0.28).
     # The ratio compares a token's probability with that at sampling time, or with async_rollouts before the first
     # update by the responses.
-    epsilon: float = 0.2
-    epsilon_high: float = 0.2
+    epsilon: Annotated[Fraction, Renamed('clip_low')] = 0.2
+    epsilon_high: Annotated[Weight, Renamed('clip_high')] = 0.2
     # Weight of the KL divergence from the initial model; 0 = none, and no copy of the initial model.
-    kl_coef: float = 0.0
+    kl_coef: Annotated[Weight, Renamed('kl_weight')] = 0.0
     # Divide advantages by the standard deviation of their group. Liu et al. 2025, "Understanding R1-Zero-Like
     # Training", recommend False.
-    scale_rewards: bool = True
+    scale_rewards: Annotated[bool, Renamed('divide_by_deviation')] = True
     # Averaging of token losses, named as in TRL: grpo (per response, then over responses: Shao et al. 2024,
     # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (sum divided by max_completion_length: Liu et al.) | gspo (one
     # probability ratio per response, the geometric mean over its tokens, averaged over responses: Zheng et al. 2025,
     # "Group Sequence Policy Optimization", with epsilon=3e-4 and epsilon_high=4e-4).
-    loss_type: str = 'dapo'
+    loss_type: Annotated[
+        Literal['grpo', 'dapo', 'dr_grpo', 'gspo'],
+        Renamed('loss_mean', values={'sequence': 'grpo', 'token': 'dapo', 'budget': 'dr_grpo'}),
+    ] = 'dapo'
     # Number of evaluation prompts, from the beginning of the file; 0 = all.
-    eval_num_prompts: int = 0
+    eval_num_prompts: Steps = 0
     # Number of responses per evaluation prompt at temperature 1, for pass@k, in addition to a greedy one. 0 = greedy
     # only.
-    eval_num_generations: int = 0
+    eval_num_generations: Annotated[Count, Renamed('eval_samples')] = 0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.ranges import INT32
+from maxlm.config.sections.ranges import INT32
 from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes

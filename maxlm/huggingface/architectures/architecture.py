@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxlm.config.schema import ModelConfig
+from maxlm.config.schema import ArchitectureName, ModelConfig
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 
 _GELUS = {
@@ -58,7 +58,7 @@ class Architecture:
         limits: functions that return an unsupported setting of a model as `model.key=value`, or ''.
     """
 
-    model_type: str
+    model_type: ArchitectureName
     class_name: str
     title: str
     family: str

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from maxlm.huggingface.architectures.architecture import GPT2, GPT_NEOX, LLAMA, MISTRAL, NANOCHAT, QWEN3
+from maxlm.huggingface.architectures.architecture import (
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    NANOCHAT,
+    QWEN3,
+    Architecture,
+)
 from maxlm.huggingface.architectures.dense import (
     GEMMA2,
     GEMMA3,
@@ -38,4 +46,4 @@ DEFAULT_ARCHITECTURES = (
     GPT_OSS,
     STARCODER2,
 )
-ARCHITECTURES = {row.model_type: row for row in (*DEFAULT_ARCHITECTURES, NANOCHAT)}
+ARCHITECTURES: dict[str, Architecture] = {row.model_type: row for row in (*DEFAULT_ARCHITECTURES, NANOCHAT)}

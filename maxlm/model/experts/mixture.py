@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.experts.dispatch import (
     from_rows,
     limit_by_capacity,

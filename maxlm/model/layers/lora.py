@@ -8,7 +8,6 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from maxlm.config.families import projections
 from maxlm.config.schema import ModelConfig
 
 # Names of the adapter's parameters in a projection.
@@ -24,7 +23,7 @@ class Adapter(NamedTuple):
 
 def adapter_of(model: ModelConfig, name: str) -> Adapter | None:
     """Returns the adapter of the projection with this name; None if it has no adapter."""
-    assert name in projections(model), name
+    assert name in model.projections, name
     if not model.lora_rank or not any(fnmatchcase(name, pattern) for pattern in model.lora_target_modules):
         return None
     return Adapter(model.lora_rank, adapter_scale(model))

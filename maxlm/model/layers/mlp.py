@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Initializer, Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of

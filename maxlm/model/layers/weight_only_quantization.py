@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.families import is_of_experts, projections
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import is_of_experts
 from maxlm.errors import InputError
 
 # Name of a kernel, and names of the parameters that replace it in a quantized projection.
@@ -75,7 +75,7 @@ def quantized_kernels(model: ModelConfig) -> dict[str, int]:
     """
     dense = ('feedforward.gate', 'feedforward.up', 'feedforward.down')
     found = {}
-    for name in projections(model):
+    for name in model.projections:
         num_in = 2 if name == 'attention.out' else 1
         if not (model.num_experts and name in dense):
             found[f'blocks.{name}.{KERNEL}'] = num_in

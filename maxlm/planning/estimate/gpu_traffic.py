@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.attention.cudnn import DOCUMENTS_CAPABILITY
 from maxlm.model.parameters import model_parameters
 from maxlm.planning.estimate.experts import (

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.layers import fp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed

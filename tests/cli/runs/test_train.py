@@ -1,9 +1,11 @@
 """End-to-end runs: output, files, extension, and starts from other checkpoints."""
 
 import collections
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -12,7 +14,9 @@ import pytest
 from maxlm.checkpoint.params import restore_params
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
 from maxlm.cli.runs import train
-from maxlm.config.ranges import RANGES, Range
+from maxlm.config.schema import SECTIONS
+from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.sections.ranges import Range
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.goodput import read_goodput
@@ -221,8 +225,13 @@ def test_an_imported_workdir_is_trained_on(dataset, tmp_path, capsys):
     assert 'model.num_layers=1' in capsys.readouterr().err
 
 
+@dataclasses.dataclass(frozen=True)
+class _FastOptimizerConfig(OptimizerConfig):
+    learning_rate: Annotated[float, Range(0, 1e30)] = 1e30
+
+
 def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(RANGES, 'optimizer.learning_rate', Range(0, 1e30))
+    monkeypatch.setitem(SECTIONS, 'optimizer', _FastOptimizerConfig)
     workdir = tmp_path / 'run'
     # At this rate the first update with a nonzero rate makes the parameters diverge.
     settings = {'optimizer__learning_rate': 1e30, 'optimizer__max_grad_norm': 0, 'optimizer__warmup_steps': 0}

@@ -1,13 +1,14 @@
 """Tests `maxlm completion`: the script of bash completes commands, options, values and paths; zsh and fish."""
 
+import inspect
 import re
 import shutil
 import subprocess
 
 import pytest
 
-from maxlm.cli.commands import COMMANDS
-from maxlm.cli.setup.completion import SHELLS, main, script
+from maxlm.cli.commands import COMMANDS, module_of
+from maxlm.cli.setup.completion import SHELLS, WITH_KEYS, main, script
 from maxlm.config.loading import shipped_configs
 from maxlm.errors import InputError
 
@@ -70,6 +71,22 @@ def test_paths(complete):
     assert complete('plan', '--config', '=') >= {*shipped_configs(), 'runs'}
 
 
+def test_config_keys(complete):
+    assert complete('train', '--config.optimizer.na') == {'--config.optimizer.name'}
+    assert complete('train', '--config.optimizer.name', '=', 'mu') == {'muon'}
+    assert complete('plan', '--config.model.scan_layers', '=') == {'true', 'false'}
+    assert complete('grpo', '--config.data.cache_dir', '=', 'ru') == {'runs'}
+    assert complete('recipe', '--config.grpo.prompts', '=', 'ru') == {'runs', 'runs.txt'}
+    # Control: a command without config keys.
+    assert complete('prepare', '--config.optimizer.na') == set()
+
+
+def test_the_commands_with_config_keys_are_those_that_parse_them():
+    parsing = {name for name in COMMANDS if 'split_overrides(argv)' in inspect.getsource(module_of(name))}
+    # `maxlm grpo` shares the parser of `maxlm train`.
+    assert {*WITH_KEYS} == {*parsing, 'grpo'}
+
+
 def test_zsh_completes_values_after_an_equals_sign(scripts):
     text = scripts['zsh']
     assert text.startswith('#compdef maxlm')
@@ -78,6 +95,7 @@ def test_zsh_completes_values_after_an_equals_sign(scripts):
     assert re.search(r'(?m)^ *\{--text-field=,--text-key=\}"\[.*:_files', text) is None
     assert re.search(r'(?m)^ *\{--text-field=,--text-key=\}"\[', text)
     assert re.search(r'(?m)^ *"--skip-bad-records\[', text)
+    assert '"--config.optimizer.name=[' in text
     assert f'compadd {" ".join(shipped_configs())}' in text
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.config.families import projections
 from maxlm.model.blocks import Block
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers import linear as linear_module
@@ -73,7 +72,7 @@ def test_names_match_the_modules(family):
         return config, {name: module for name, module in modules.items() if isinstance(module, Linear)}
 
     config, found = linears()
-    assert set(found) == set(projections(config.model))
+    assert set(found) == set(config.model.projections)
     assert all(module.lora_a is not None for module in found.values())
     # The name of each module determines its adapter.
     for name in found:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.config.families import GATED_ACTIVATIONS
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
 from maxlm.model.layers.norm import NormKind, normalize
 

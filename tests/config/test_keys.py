@@ -1,26 +1,18 @@
-"""Tests that every numeric key has a finite range, and that other values are rejected with a one-line error."""
+"""Declarations of config keys: each allows a finite range or choices, and rejects other values in one line."""
 
-import dataclasses
 import json
 import math
-import typing
 
 import pytest
 
 from maxlm.config import loading
-from maxlm.config.ranges import RANGES, Range, check_ranges
-from maxlm.config.schema import SECTIONS, Config
+from maxlm.config.keys import declared_keys
 from maxlm.config.sections.model import FAMILY
-from maxlm.config.validation import CHOICES
+from maxlm.config.sections.ranges import Range
 from maxlm.errors import InputError
 from tests.small import small_config
 
-NUMERIC = {
-    f'{section}.{name}': kind
-    for section, cls in SECTIONS.items()
-    for name, kind in typing.get_type_hints(cls).items()
-    if kind in (int, float)
-}
+NUMERIC = {name: key for name, key in declared_keys().items() if key.kind in (int, float)}
 # Values that no key accepts, and values that some keys accept.
 EXTREME = ('inf', '-inf', 'nan', '1e30', '-1e30')
 UNUSUAL = ('0', '-1', '1e6', '1e-30')
@@ -40,18 +32,19 @@ def config_file(tmp_path_factory):
     return str(path)
 
 
-def test_every_numeric_key_has_one_range():
-    assert set(RANGES) == set(NUMERIC) - set(CHOICES)
-    for key, allowed in RANGES.items():
-        assert -1 <= allowed.low < allowed.high <= 1e18, key
+def test_every_numeric_key_has_a_finite_range():
+    for name, key in declared_keys().items():
+        assert (key.range is not None) == (key.kind in (int, float) and not key.choices), name
+        assert key.range is None or -1 <= key.range.low < key.range.high <= 1e18, name
 
 
-def test_every_default_is_in_its_range():
+def test_every_default_is_accepted():
     # Required keys and keys set by a family have no default.
-    unset = {key: 1 for key in ('num_layers', 'dim', 'num_heads')}
-    config = Config()
-    families = {f.name: 1.0 for f in dataclasses.fields(config.model) if getattr(config.model, f.name) is FAMILY}
-    check_ranges(dataclasses.replace(config, model=dataclasses.replace(config.model, **families, **unset)))
+    required = {'model.num_layers', 'model.dim', 'model.num_heads'}
+    for name, key in declared_keys().items():
+        if name not in required and key.default is not FAMILY:
+            key.check(key.default)
+            assert type(key.default) is key.kind, name
 
 
 def error_message(config_file, key, text):
@@ -80,18 +73,16 @@ def test_unusual_numbers_are_in_the_range_or_rejected_by_name(config_file, text)
     for key in NUMERIC:
         message = error_message(config_file, key, text)
         # A rule about several keys may name another key first.
-        assert key.partition('.')[2] in message if message else key in CHOICES or float(text) in RANGES[key], key
+        allowed = NUMERIC[key].range
+        assert key.partition('.')[2] in message if message else allowed is None or float(text) in allowed, key
         assert '\n' not in message
 
 
 @pytest.mark.parametrize('value', [10**400, -(10**400), math.inf, math.nan])
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
-def test_numbers_in_python_configs(config_file, key, value):
-    section, name = key.split('.')
-    config = loading.load(config_file)
-    changed = dataclasses.replace(getattr(config, section), **{name: value})
+def test_numbers_in_python_configs(key, value):
     with pytest.raises(InputError, match=f'^{key}=.*must be (finite, )?(at least|greater than) 0') as error:
-        check_ranges(dataclasses.replace(config, **{section: changed}))
+        declared_keys()[key].check(value)
     assert len(str(error.value)) < 100
 
 

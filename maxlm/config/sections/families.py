@@ -1,14 +1,9 @@
-"""Model families: named presets for the architecture keys of `model.*`, and the projections of their blocks.
+"""Model families: named presets for the architecture keys of `model.*`.
 
 A family sets every architecture key that the config leaves at its default. Keys set in the config take precedence.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from maxlm.config.schema import ModelConfig
 
 # Radford et al. 2019, "Language Models are Unsupervised Multitask Learners": pre-norm, learned positions, the tanh
 # approximation of GELU, biases in all projections, output tied to the embedding.
@@ -225,21 +220,9 @@ FAMILIES: dict[str, dict[str, object]] = {
 }
 
 
-# Values of model.activation with two input projections.
+# Values of model.activation with one and with two input projections.
+PLAIN_ACTIVATIONS = ('gelu', 'gelu_tanh', 'relu', 'relu2', 'silu')
 GATED_ACTIVATIONS = ('swiglu', 'swiglu_oai', 'geglu', 'geglu_tanh', 'reglu')
-
-
-def projections(model: ModelConfig) -> tuple[str, ...]:
-    """Returns the dotted names, within a block, of the projections that can have LoRA adapters (Hu et al. 2022)."""
-    modules = ['feedforward'] if model.num_dense_layers or not model.num_experts else []
-    modules += ['feedforward.experts'] if model.num_experts else []
-    modules += ['feedforward.shared'] if model.num_shared_experts else []
-    names = ('gate', 'up', 'down') if model.activation in GATED_ACTIVATIONS else ('up', 'down')
-    of_attention = ['query', 'key', 'value', 'out']
-    if model.kv_lora_rank:
-        of_attention = [*(['query_latent'] if model.q_lora_rank else []), 'key_value_latent', *of_attention]
-    attention = tuple(f'attention.{name}' for name in of_attention)
-    return (*attention, *(f'{module}.{name}' for module in modules for name in names))
 
 
 def is_of_experts(path: str) -> bool:

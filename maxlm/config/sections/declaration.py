@@ -1,0 +1,69 @@
+"""Annotations that declare config keys.
+
+The annotation of a dataclass field declares its key completely: type, allowed values and former names. The comment
+above the field is the help text. `maxlm.config.keys` reads both. Examples:
+
+    moment_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'
+    family: Annotated[str, Choices(tuple(FAMILIES))] = 'gpt2'
+    weight_decay: Annotated[float, Range(0, 10)] = 0.1
+    muon_momentum: Annotated[FractionBelow1, Renamed('momentum')] = 0.95
+    cache_dir: Annotated[str, PathOption(Kind.DIRECTORY)] = '~/.cache/maxlm'
+    loss: Literal['cross_entropy'] | FunctionName = 'cross_entropy'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
+
+from maxlm.storage.paths import Kind, PathOption
+
+
+class Choices(NamedTuple):
+    """Values of a key that are the names of a table. Other choices are a `Literal`."""
+
+    values: tuple[Any, ...]
+
+
+class Form(enum.Enum):
+    """Special values that a key accepts, or properties of its values."""
+
+    # The text 'auto' in addition to integers, stored as `maxlm.config.schema.AUTO`.
+    OR_AUTO = 'auto'
+    # The name of a function or class of the user, 'package.module:function'.
+    FUNCTION = 'package.module:function'
+    # A text that may contain secrets, which only the config.json in the workdir contains.
+    SECRET = 'secret'
+
+
+# Alone, or as an alternative to the choices of a `Literal`.
+FunctionName = Annotated[str, Form.FUNCTION]
+# A checkpoint of another run: WORKDIR, WORKDIR@STEP or the directory of a step; '' = none.
+_FETCH = 'fetch it with `maxlm checkpoints fetch` and give the directory'
+CheckpointPath = Annotated[str, PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_FETCH)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    """Former name of a key, which remains valid until release 0.3.
+
+    Attributes:
+        name: former name, with its section if that was another one.
+        values: former values that were renamed too, and their current names.
+        least: lower limit of the values of the current key.
+    """
+
+    name: str
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    least: int | None = None
+
+
+class ValueBefore(NamedTuple):
+    """Value of a key that the config.json files of earlier versions do not have.
+
+    It differs from the default, which has changed the meaning of a run since.
+    """
+
+    value: Any
