@@ -15,7 +15,7 @@ from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
-from maxlm.training.optimizers.schedule import make_schedule, rate_at
+from maxlm.training.optimizers.schedule import make_schedule
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
 from maxlm.training.optimizers.update_metrics import update_metrics
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
@@ -98,10 +98,10 @@ def make_update(config: Config, layout: Layout) -> Update:
 
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped
-        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        schedule = make_schedule(config.optimizer, config.train.num_steps, state.progress)
         if state.progress is not None:
-            # The length of the schedule changes during the run, so it must not be a constant of the compiled step.
-            schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
+            # The optimizer counts updates, without the skipped steps.
+            schedule = optax.constant_schedule(schedule(state.step))
         optimizer = optimizer_of(config, layout, schedule)
 
         metrics: Metrics = {'learning_rate': schedule(num_updates)}
