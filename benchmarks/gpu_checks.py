@@ -35,8 +35,8 @@ from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.storage.jsonl import JsonlWriter, read_lines
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 ROOT = Path(__file__).parent.parent

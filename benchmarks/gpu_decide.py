@@ -27,8 +27,8 @@ from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step, device_options
 from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.training.compile import compile_train_step, device_options
 from maxlm.training.objectives import Batch
 from maxlm.training.state import Params, TrainState, abstract_state, init_state
 from maxlm.training.step import make_eval_step

@@ -29,10 +29,10 @@ from maxlm.config.loading import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.training.compile import compile_train_step
+from maxlm.training.decisions.replay import Cause, Rounding, StepResult, find_cause
 from maxlm.training.objectives import Batch
-from maxlm.training.replay import Cause, Rounding, StepResult, find_cause
 from maxlm.training.state import TrainState, abstract_state, init_state
 
 # Number of differing steps that the result describes.

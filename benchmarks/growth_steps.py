@@ -16,8 +16,8 @@ from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.hlo import parse_hlo
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 # Small enough for steps of milliseconds, but large enough for matrix products to dominate.

@@ -19,8 +19,8 @@ from maxlm.config.loading import load, split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 MEAN_DOCUMENT = 1000

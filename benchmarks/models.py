@@ -15,14 +15,14 @@ from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
+from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.parallel.layout import make_layout
 from maxlm.planning.cost import DEFAULT_TERMS
-from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from maxlm.planning.forecast import estimate
 from maxlm.planning.machine import Machine, usable_memory
 from maxlm.planning.report import cost_of
 from maxlm.planning.targets import parse_target
+from maxlm.training.flops import training_flops
 from maxlm.training.state import abstract_state
 
 

@@ -23,8 +23,8 @@ from maxlm.config.schema import Config
 from maxlm.huggingface.config_conversion import to_config
 from maxlm.huggingface.state_dict import tensors
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 # Steps whose losses are compared.

@@ -26,7 +26,7 @@ from benchmarks.peer_worker import PEERS, make_config
 from benchmarks.step import machine
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.log import progress_bar
-from maxlm.planning.estimate.flops import training_flops
+from maxlm.training.flops import training_flops
 
 SIZES = {
     '0.8M': {'num_layers': 4, 'dim': 128, 'num_heads': 4, 'window': 64, 'batch': 12, 'vocab_size': 65},

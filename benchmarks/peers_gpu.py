@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.gpu_peer import SIDES, Task
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
-from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.machine import GPU_SHARE
+from maxlm.training.flops import training_flops
 
 SIZES = {
     # Shape of the NeoX model of 1.2B, whose blocks do the same work. The vocabulary size is a multiple of 64, which is

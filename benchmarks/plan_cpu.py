@@ -25,10 +25,10 @@ from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.estimate.cpu import calibrate_cpu, num_cores
 from maxlm.planning.estimate.roofline import step_time
 from maxlm.planning.estimate.work import estimate_work
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 # name → (config, overrides)

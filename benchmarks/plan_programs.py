@@ -31,12 +31,12 @@ from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, exit_code
 from maxlm.planning.compiled.traffic import bytes_by_cause
-from maxlm.planning.estimate.flops import needs_mask
 from maxlm.planning.estimate.gpu_traffic import SAVED, estimate_gpu_traffic, features, fixed_bytes
 from maxlm.planning.estimate.work import tokens_per_device
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
 from maxlm.planning.machine import Machine, usable_memory
 from maxlm.planning.targets import Target, parse_target
+from maxlm.training.flops import needs_mask
 
 PROGRAMS = Path('tests/planning/estimate/programs.json')
 # Vocabulary size for configs that take it from the data set.

@@ -14,7 +14,7 @@ from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.hardware.chips import CHIPS, Chip
-from maxlm.planning.estimate.flops import training_flops
+from maxlm.training.flops import training_flops
 
 
 class Published(NamedTuple):

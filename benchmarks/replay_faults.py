@@ -7,7 +7,8 @@ same compiled program. A flip matters if the loss of the step or of the next one
 finite. Each flip is found by the replay of its step, or by the checksum before the next step.
 
 The cost is that of a run of a small model at a fraction of 0.0025. Rounding is the largest difference of a step
-between layouts of eight virtual devices, which add in other orders; `maxlm.training.replay.ROUNDING` follows from it.
+between layouts of eight virtual devices, which add in other orders. `maxlm.training.decisions.replay.ROUNDING` follows
+from it.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, ArgumentParser, DeviceError, exit_code
 from maxlm.model import blocks
 from maxlm.parallel.layout import Layout, make_layout
-from maxlm.planning.compiled import compile as compiling
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer import replay
 from maxlm.trainer.replay import Replays
+from maxlm.training import compile as compiling
 from maxlm.training import gradients, step
-from maxlm.training.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
-from maxlm.training.run_control import BadSteps
+from maxlm.training.decisions.replay import ROUNDING, Cause, Rounding, StepResult, find_cause
+from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.state import TrainState, abstract_state, init_state
 
 CONFIG = Path(__file__).parent.parent / 'configs' / 'tiny.py'

@@ -39,11 +39,11 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exi
 from maxlm.hardware.chips import capability_of, find_peak
 from maxlm.hardware.identity import identify
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.forecast import compile_for
 from maxlm.planning.machine import local_resolver, present_machine
 from maxlm.runtime.malloc import disable_malloc_trim
+from maxlm.training.flops import training_flops
 from maxlm.training.state import abstract_state, init_state
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'numpy')

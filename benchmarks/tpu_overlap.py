@@ -2,7 +2,7 @@
 
     python -m benchmarks.tpu_overlap [--case='v5p:2x2x2 configs/1b.py'] [--output=FILE]
 
-Each step is compiled with the options of its chip (`maxlm.planning.compiled.compile`) and without. For each kind of
+Each step is compiled with the options of its chip (`maxlm.training.compile`) and without. For each kind of
 collective, the results contain the time on the links, the hidden fraction (`benchmarks.overlap`), and the numbers of
 collectives and of asynchronous collectives. Other cases in the file are kept. Needs `pip install 'maxlm[tpu]'`; a case
 takes two minutes on two cores.
@@ -25,8 +25,8 @@ from benchmarks.overlap import read_overlap
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
-from maxlm.planning.compiled import compile as compiling
 from maxlm.planning.targets import parse_target, target_devices, target_layout
+from maxlm.training import compile as compiling
 from maxlm.training.state import abstract_state
 
 RESULTS = Path('benchmarks/results/tpu_overlap.json')

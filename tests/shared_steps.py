@@ -19,8 +19,8 @@ from maxlm.config.schema import Config
 from maxlm.evaluation import validation
 from maxlm.parallel.layout import Layout
 from maxlm.planning import forecast
-from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
 from maxlm.trainer import checkpointing, step_runner
+from maxlm.training.compile import CompiledStep, compile_train_step
 from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step
 

@@ -12,7 +12,7 @@ from maxlm.telemetry.events import read_events
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer.replay import Replays
-from maxlm.training.replay import is_replayed
+from maxlm.training.decisions.replay import is_replayed
 from tests.small_posttraining import grpo_arguments, make_preferences, make_prompts, preference_arguments
 from tests.test_resume import LAST, SETTINGS
 from tests.test_train import CONSTANT, curve, params_of, run, same

@@ -24,7 +24,7 @@ from maxlm.parallel.layout import Layout
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.paths import BUCKETS, Kind, PathOption, check_key
 from maxlm.trainer.batch_source import prefetched_batches
-from maxlm.training.run_control import RunControl
+from maxlm.training.decisions.run_control import RunControl
 
 OUTPUT = PathOption(Kind.DIRECTORY, BUCKETS)
 

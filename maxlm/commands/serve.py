@@ -15,7 +15,7 @@ from maxlm.inference.resolve_model import default_model_name, resolved_checkpoin
 from maxlm.known_answers.check import check_kernels, warn_of_known_faults
 from maxlm.known_answers.kernels import serving_answers
 from maxlm.log import Console, logger
-from maxlm.planning.estimate.parameters import count_parameters
+from maxlm.model.parameters import count_parameters
 from maxlm.runtime.compilation_cache import enabled_cache
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.serving.limits import ServerLimits

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.planning.estimate.parameters import count_active_parameters
+from maxlm.model.parameters import count_active_parameters
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import read_config
 

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
+from maxlm.model.parameters import model_parameters
 from maxlm.parallel.layout import Layout
-from maxlm.planning.compiled.compile import AHEAD_OPTIONS, CompiledStep, compile_train_step
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.compiled.program import Program, read_program
 from maxlm.planning.compiled.traffic import elementwise_bytes
-from maxlm.planning.estimate.flops import CUDNN_KERNELS, attention_workspace
 from maxlm.planning.estimate.gpu_traffic import estimate_gpu_traffic
 from maxlm.planning.estimate.memory import Memory, estimate_memory
-from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.roofline import Mfu, StepTime, mfu, step_time
 from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target, compiling_for, target_layout
+from maxlm.training.compile import AHEAD_OPTIONS, CompiledStep, compile_train_step
+from maxlm.training.flops import CUDNN_KERNELS, attention_workspace
 from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.

@@ -11,9 +11,9 @@ from typing import Any
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.formatting import format_bytes, format_duration, format_si
 from maxlm.hardware.prices import has_price, price_per_hour
+from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.compiled.traffic import bytes_by_cause
 from maxlm.planning.cost import DEFAULT_TERMS, HOUR, Cost, PricingTerms, estimate_cost, estimate_step_cost, tokens_for
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast, faster_dtype

@@ -13,8 +13,8 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import has_price, price_per_hour
-from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
+from maxlm.model.parameters import count_active_parameters, count_parameters
+from maxlm.training.flops import training_flops
 
 
 class Prediction(NamedTuple):

@@ -28,7 +28,7 @@ from maxlm.parallel.layout import Layout
 from maxlm.planning.cost import FORWARD_SHARE
 from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
-from maxlm.training.run_control import RunControl
+from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState
 
 

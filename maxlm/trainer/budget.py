@@ -11,9 +11,8 @@ import numpy as np
 from maxlm.checkpoint.save_policy import broadcast_from_host0
 from maxlm.config.schema import Config
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.retention import next_check
-from maxlm.training.run_control import RunControl, seconds_left, spend
-from maxlm.training.run_length import (
+from maxlm.training.decisions.run_control import RunControl, seconds_left, spend
+from maxlm.training.decisions.run_length import (
     MEASURED_SHARE,
     MEASURED_STEPS,
     UNMEASURED_STEPS,
@@ -24,6 +23,7 @@ from maxlm.training.run_length import (
     measured_steps,
     next_decision,
 )
+from maxlm.training.retention import next_check
 
 
 class RunBudget:

@@ -31,14 +31,14 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
-from maxlm.planning.compiled.compile import device_options
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
+from maxlm.training.compile import device_options
+from maxlm.training.decisions.run_control import Rollback, RunControl, from_json, rolled_back, to_json
+from maxlm.training.decisions.run_length import at_start
+from maxlm.training.decisions.schedule_change import schedule_change
 from maxlm.training.reference import reference_config, to_reference
-from maxlm.training.run_control import Rollback, RunControl, from_json, rolled_back, to_json
-from maxlm.training.run_length import at_start
-from maxlm.training.schedule_change import schedule_change
 from maxlm.training.state import Params, TrainState, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.teacher import TEACHER, teacher_workdir

@@ -22,9 +22,9 @@ from maxlm.telemetry.cost import cost_text
 from maxlm.telemetry.metrics import MetricWriter, perplexity
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
+from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.objectives import aux_names
 from maxlm.training.optimizers.update_metrics import UPDATE_METRICS
-from maxlm.training.run_control import BadSteps
 
 
 class _Pending(NamedTuple):

@@ -14,16 +14,16 @@ from maxlm.errors import InputError
 from maxlm.formatting import GIB, format_bytes
 from maxlm.hardware.chips import host_memory
 from maxlm.log import logger
+from maxlm.model.parameters import model_parameters
 from maxlm.parallel.layout import Layout, make_layout
-from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.forecast import Forecast, compile_for, estimate
 from maxlm.planning.machine import present_machine, sample_config
 from maxlm.planning.report import suggestions_text
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.runtime.compilation_cache import CompilationCache
-from maxlm.training.run_control import RunControl, ended, with_rates
-from maxlm.training.run_length import at_start
+from maxlm.training.decisions.run_control import RunControl, ended, with_rates
+from maxlm.training.decisions.run_length import at_start
 from maxlm.training.state import TrainState, abstract_state
 
 Resolve = Callable[[Config], Config]

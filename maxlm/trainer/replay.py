@@ -27,8 +27,8 @@ from maxlm.parallel.layout import Layout
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.throughput import Throughput
+from maxlm.training.decisions.replay import Cause, Rounding, StepResult, find_cause, is_replayed
 from maxlm.training.objectives import Batch
-from maxlm.training.replay import Cause, Rounding, StepResult, find_cause, is_replayed
 from maxlm.training.state import Metrics, TrainState
 from maxlm.training.step import HOLD
 

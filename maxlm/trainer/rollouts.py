@@ -49,8 +49,8 @@ from maxlm.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, me
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
+from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.objectives import PROXIMAL
-from maxlm.training.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
 from maxlm.workdir.files import TOKENIZER
 

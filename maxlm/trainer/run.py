@@ -33,7 +33,7 @@ from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_tea
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
-from maxlm.training.run_control import Rollback, ended
+from maxlm.training.decisions.run_control import Rollback, ended
 from maxlm.training.state import abstract_state
 from maxlm.workdir.teacher import with_teacher
 

@@ -31,9 +31,9 @@ from maxlm.telemetry.cost import price_of
 from maxlm.telemetry.metrics import Callback, MetricWriter, Tracker, lowest_loss
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
+from maxlm.training.decisions.run_control import RunControl
+from maxlm.training.decisions.run_control import from_json as decisions_from_json
 from maxlm.training.retention import SavedStep, steps_to_delete
-from maxlm.training.run_control import RunControl
-from maxlm.training.run_control import from_json as decisions_from_json
 from maxlm.workdir.files import (
     CONFIG,
     GENERATION,

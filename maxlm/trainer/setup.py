@@ -15,7 +15,6 @@ from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
 from maxlm.hardware.identity import identify, summary
 from maxlm.log import logger, progress_bar
-from maxlm.planning.estimate.flops import step_flops
 from maxlm.runtime.barrier import ProcessGroup
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.notices.watcher import MaintenanceWatcher
@@ -33,7 +32,8 @@ from maxlm.trainer.run_context import RunContext
 from maxlm.trainer.step_runner import DataWait, StepRunner
 from maxlm.trainer.summary import headline, log_start, start_facts, warn_of_changes
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.run_control import RunControl, apply_control
+from maxlm.training.decisions.run_control import RunControl, apply_control
+from maxlm.training.flops import step_flops
 
 
 class Services(NamedTuple):

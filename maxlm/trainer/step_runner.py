@@ -16,8 +16,6 @@ import jax
 from maxlm.config.schema import Config
 from maxlm.data.loader.windows import Batch
 from maxlm.log import logger
-from maxlm.planning.compiled.compile import CompiledStep, compile_train_step
-from maxlm.planning.estimate.flops import step_flops
 from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.profiler import Profile
 from maxlm.telemetry.run_recorder import RunRecorder
@@ -27,7 +25,9 @@ from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.replay import Replays
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.run_control import RunControl, apply_control, with_rates
+from maxlm.training.compile import CompiledStep, compile_train_step
+from maxlm.training.decisions.run_control import RunControl, apply_control, with_rates
+from maxlm.training.flops import step_flops
 from maxlm.training.state import TrainState
 
 # Fetching a batch that is ready takes less time.

@@ -17,8 +17,8 @@ from maxlm.formatting import format_duration
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
+from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.cost import DEFAULT_TERMS
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.forecast import Forecast
 from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR

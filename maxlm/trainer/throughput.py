@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from maxlm.hardware.chips import Peak
-from maxlm.planning.estimate.flops import TokenFlops
+from maxlm.training.flops import TokenFlops
 
 # Names of metrics of pauses that differ from the name of the pause.
 _METRICS = {'save': 'checkpoint_blocked'}

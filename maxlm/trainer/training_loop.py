@@ -23,7 +23,7 @@ from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
 from maxlm.trainer.setup import make_loop_components, open_services
 from maxlm.trainer.summary import log_end
-from maxlm.training.run_control import (
+from maxlm.training.decisions.run_control import (
     Rollback,
     RunControl,
     Stop,
@@ -33,7 +33,7 @@ from maxlm.training.run_control import (
     ended,
     on_bad_steps,
 )
-from maxlm.training.run_length import progress_of
+from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.state import TrainState, evaluated_params, with_progress
 
 

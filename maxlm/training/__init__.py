@@ -1,1 +1,1 @@
-"""The training step and run decisions: pure functions of arrays and numbers, without file or clock access."""
+"""The training step, how it is compiled, and its FLOPs: pure functions, without file or clock access."""

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gpu_replay
 from benchmarks.gpu_replay import compare, main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
-from maxlm.training.replay import StepResult
+from maxlm.training.decisions.replay import StepResult
 from tests.benchmarks.tiny_model import TINY
 
 ARGUMENTS = [

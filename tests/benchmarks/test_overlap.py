@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.overlap import read_overlap
 from maxlm.hardware.chips import find_chip
-from maxlm.planning.compiled.compile import WHOLE_PRODUCTS, compile_train_step
 from maxlm.planning.estimate.roofline import efficiency_of, transfer_time
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.planning.targets import parse_target, target_layout
+from maxlm.training.compile import WHOLE_PRODUCTS, compile_train_step
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config

@@ -5,8 +5,8 @@ import collections
 import pytest
 
 from benchmarks.published import published
-from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import model_parameters
+from maxlm.model.parameters import model_parameters
+from maxlm.training.flops import training_flops
 
 
 @pytest.fixture(scope='module')

@@ -13,7 +13,7 @@ from benchmarks import step
 from benchmarks.step import compare, different_steps, failed_checks, random_batch, repository_text, text_tokens
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
-from maxlm.planning.estimate.flops import training_flops
+from maxlm.training.flops import training_flops
 from tests.conftest import ROOT
 
 # These packages are not installed on a bare GPU machine.

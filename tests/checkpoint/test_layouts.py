@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.checkpoint.manager import Checkpoints
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.training.loss_scale import first_loss_scale
 from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout

@@ -12,8 +12,8 @@ from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.huggingface.config_conversion import to_config
+from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 

@@ -13,7 +13,7 @@ from tests.small import small_config
 COMPILE = """
 import dataclasses, json, re, jax
 jax.config.update('jax_platforms', 'cpu')
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state
 from tests.small import small_config

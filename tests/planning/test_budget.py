@@ -6,10 +6,10 @@ import math
 import pytest
 
 from maxlm.errors import InputError
+from maxlm.model.parameters import count_parameters
 from maxlm.planning.budget import plan_budget
 from maxlm.planning.chinchilla import HOFFMANN, compute_optimal
 from maxlm.planning.cost import PricingTerms
-from maxlm.planning.estimate.parameters import count_parameters
 from maxlm.planning.scaling import Prediction, sweep_sizes
 from maxlm.planning.tables import as_json, budget_table
 from tests.planning.test_scaling import DATA, H100, config

@@ -9,6 +9,7 @@ import pytest
 
 from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
+from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.planning.chinchilla import (
     BESIROGLU,
     HOFFMANN,
@@ -19,7 +20,6 @@ from maxlm.planning.chinchilla import (
     read_runs,
     refit,
 )
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
 from tests.small import small_config
 
 OTHER = Law(2.3, 60.0, 900.0, 0.24, 0.30, 'planted')

@@ -8,10 +8,10 @@ import pytest
 from maxlm.config.loading import build, default
 from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS
-from maxlm.planning.estimate.flops import training_flops
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters
+from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.planning.scaling import SHAPES, Data, Prediction, Shape, resize, spread, sweep, sweep_sizes
 from maxlm.planning.tables import as_json, scaling_table
+from maxlm.training.flops import training_flops
 
 H100 = next(chip for chip in CHIPS if chip.name == 'h100')
 DATA = Data(vocab_size=32_000, windows=10**6)

@@ -5,7 +5,7 @@ import pytest
 from maxlm.data.loader.batch_rows import BatchRows, trained_before
 from maxlm.data.loader.skipped_batches import data_index
 from maxlm.trainer.checkpointing import with_batch_size
-from maxlm.training.run_control import RunControl
+from maxlm.training.decisions.run_control import RunControl
 
 
 def rows_of(decisions, size, steps):

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from maxlm.trainer.budget import RunBudget
-from maxlm.training.run_control import RunControl, budget_spent, ended
-from maxlm.training.run_length import progress_of
+from maxlm.training.decisions.run_control import RunControl, budget_spent, ended
+from maxlm.training.decisions.run_length import progress_of
 from tests.small import small_config
 
 

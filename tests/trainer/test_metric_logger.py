@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from maxlm.hardware.chips import Peak
 from maxlm.log import logger
-from maxlm.planning.estimate.flops import TokenFlops
 from maxlm.trainer.metric_logger import Reporter
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.run_control import BadSteps
+from maxlm.training.decisions.run_control import BadSteps
+from maxlm.training.flops import TokenFlops
 from tests.small import small_config
 
 GOOD = {'loss': 1.0, 'grad_norm': 0.5, 'skipped': False}

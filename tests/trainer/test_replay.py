@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.replay_faults import COLLECTIVE, MEMORY, NONE, TRAINED, WITHIN, Model, matter
 from maxlm.errors import EXIT_DEVICE, EXIT_PREEMPTED, DeviceError
-from maxlm.training.replay import ROUNDING
-from maxlm.training.run_control import BadSteps
+from maxlm.training.decisions.replay import ROUNDING
+from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.step import HOLD
 from tests.conftest import ROOT

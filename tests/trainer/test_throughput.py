@@ -5,9 +5,9 @@ import types
 import pytest
 
 from maxlm.hardware.chips import Peak
-from maxlm.planning.estimate.flops import TokenFlops
 from maxlm.trainer import throughput as throughput_module
 from maxlm.trainer.throughput import Throughput
+from maxlm.training.flops import TokenFlops
 
 
 class Clock:

@@ -16,11 +16,11 @@ from maxlm import train
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from maxlm.evaluation.validation import Evaluation
-from maxlm.planning.compiled.compile import CompiledStep
 from maxlm.planning.forecast import estimate
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.trainer import batch_source, checkpointing, preflight, step_runner
+from maxlm.training.compile import CompiledStep
 from maxlm.training.step import HOLD
 from maxlm.workdir.files import read_config
 from tests.checkpoint.test_manager import zero_state

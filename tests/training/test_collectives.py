@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.overlap import read_overlap
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled.compile import DEVICE_OPTIONS, compile_train_step
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import parse_target
+from maxlm.training.compile import DEVICE_OPTIONS, compile_train_step
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from tests.small import small_config

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.planning.estimate.flops import step_flops, training_flops
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.estimate.state_bytes import planned_state_bytes, state_bytes
 from maxlm.planning.estimate.work import estimate_work
+from maxlm.training.compile import compile_train_step
+from maxlm.training.flops import step_flops, training_flops
 from maxlm.training.objectives import make_objective
 from maxlm.training.state import abstract_state, init_state
 from maxlm.training.step import make_eval_step

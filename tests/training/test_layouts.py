@@ -13,7 +13,7 @@ import pytest
 
 from maxlm.model.attention.ring import zigzag
 from maxlm.parallel.layout import TABLE
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.small import LATENT, small_batch, small_config, small_layout, small_state

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.training.objectives import make_objective
 from maxlm.training.state import abstract_model, abstract_state, init_state
 from maxlm.training.step import make_eval_step

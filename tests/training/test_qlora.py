@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.planning.compiled.compile import compile_train_step
-from maxlm.planning.estimate.parameters import block_kernels
+from maxlm.model.parameters import block_kernels
 from maxlm.planning.estimate.state_bytes import state_bytes
+from maxlm.training.compile import compile_train_step
 from maxlm.training.gradients import make_gradients
 from maxlm.training.optimizers.trainable import check_patterns, is_trained, param_paths
 from maxlm.training.state import abstract_state

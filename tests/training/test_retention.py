@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from maxlm.config.schema import Config
+from maxlm.training.decisions.run_control import BadSteps, Rollback, RunControl, on_bad_steps
 from maxlm.training.retention import (
     SavedStep,
     best_step,
@@ -14,7 +15,6 @@ from maxlm.training.retention import (
     steps_to_delete,
     steps_to_resume,
 )
-from maxlm.training.run_control import BadSteps, Rollback, RunControl, on_bad_steps
 
 NEVER = {'num_steps': 100, 'save_interval_steps': 0, 'keep_period': 0, 'seconds': 1e9, 'save_interval_minutes': 0.0}
 

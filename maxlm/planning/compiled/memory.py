@@ -6,9 +6,9 @@ import re
 from typing import NamedTuple
 
 from maxlm.config.schema import Config
-from maxlm.planning.compiled.compile import CompiledStep
 from maxlm.planning.estimate.memory import Memory, estimate_memory
 from maxlm.planning.estimate.state_bytes import replay_bytes, state_bytes
+from maxlm.training.compile import CompiledStep
 from maxlm.training.state import TrainState
 
 # "the total memory required for HLO temporaries (81.26G) exceeds available HBM (30.75G)".

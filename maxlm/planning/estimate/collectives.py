@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from maxlm.config.mesh import padded_vocabulary, reduces_gradients_once
 from maxlm.config.schema import MESH_AXES, Config, ModelConfig
-from maxlm.planning.estimate.experts import layer_runs, layers_on_device, num_modules, rows_of
-from maxlm.planning.estimate.flops import RECOMPUTED
-from maxlm.planning.estimate.parameters import (
+from maxlm.model.parameters import (
     Tables,
     block_kernels,
     block_parameters,
@@ -25,7 +23,9 @@ from maxlm.planning.estimate.parameters import (
     model_parameters,
     tables,
 )
+from maxlm.planning.estimate.experts import layer_runs, layers_on_device, num_modules, rows_of
 from maxlm.planning.estimate.transfers import Transfer
+from maxlm.training.flops import RECOMPUTED
 
 # Axes along which devices process different tokens, so that gradients are summed over them.
 BATCH_AXES = ('replica', 'data', 'fsdp', 'expert', 'context')

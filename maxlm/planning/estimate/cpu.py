@@ -25,8 +25,8 @@ from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_r
 from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_matmul
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.layers.mlp import swiglu_oai
+from maxlm.model.parameters import block_kernels, layer_stacks, model_parameters
 from maxlm.planning.estimate.experts import activation_dim, dispatch_bytes, rows_of
-from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, model_parameters
 from maxlm.planning.estimate.roofline import Efficiency
 from maxlm.planning.estimate.work import estimate_work
 

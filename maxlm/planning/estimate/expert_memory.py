@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.model.parameters import block_kernels
 from maxlm.planning.estimate.experts import rows_of
-from maxlm.planning.estimate.parameters import block_kernels
 
 # Float32 arrays of the router, with one element per token and expert, that are saved for the backward pass.
 ROUTER_ARRAYS = 3

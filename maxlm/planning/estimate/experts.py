@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.experts.grouped_matmul import block_size, padded_rows
-from maxlm.planning.estimate.parameters import expert_parameters, layer_stacks, model_parameters
+from maxlm.model.parameters import expert_parameters, layer_stacks, model_parameters
 
 
 class ExpertRows(NamedTuple):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.cudnn import DOCUMENTS_CAPABILITY
+from maxlm.model.parameters import model_parameters
 from maxlm.planning.estimate.experts import (
     activation_dim,
     dispatch_bytes,
@@ -22,8 +23,6 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.flops import CUDNN_KERNELS
-from maxlm.planning.estimate.parameters import model_parameters
 from maxlm.planning.estimate.work import (
     forward_passes,
     quantization_bytes,
@@ -32,6 +31,7 @@ from maxlm.planning.estimate.work import (
     tokens_per_device,
     update_bytes,
 )
+from maxlm.training.flops import CUDNN_KERNELS
 
 # Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
 GRADIENT_SUM = 10.4

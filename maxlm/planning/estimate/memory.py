@@ -17,13 +17,12 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
+from maxlm.model.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
 from maxlm.planning.estimate.experts import is_first, rows_of
-from maxlm.planning.estimate.flops import attention_workspace, needs_mask
 from maxlm.planning.estimate.head import head_memory
-from maxlm.planning.estimate.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     is_quantized,
@@ -34,6 +33,7 @@ from maxlm.planning.estimate.state_bytes import (
     shard_size,
     stored_bytes,
 )
+from maxlm.training.flops import attention_workspace, needs_mask
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.optimizers.trainable import is_trained
 

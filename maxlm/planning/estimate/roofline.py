@@ -15,9 +15,9 @@ from maxlm.config.schema import MESH_AXES, Config
 from maxlm.errors import InputError
 from maxlm.hardware.chips import Chip
 from maxlm.parallel.layout import split_across_islands
-from maxlm.planning.estimate.flops import step_flops
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.planning.estimate.work import Work
+from maxlm.training.flops import step_flops
 
 # Minimum number of devices of a slice whose torus dimensions are closed to rings. Smaller slices lack half of the
 # links.

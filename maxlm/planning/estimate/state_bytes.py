@@ -22,9 +22,9 @@ from maxlm.model.layers.weight_only_quantization import (
     quantized_kernels,
     weights_of,
 )
+from maxlm.model.parameters import Weight, weights
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
-from maxlm.planning.estimate.parameters import Weight, weights
 from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
 from maxlm.training.optimizers.trainable import is_trained
 from maxlm.training.reference import has_reference_params, reference_config, stored_dtype

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
 from maxlm.planning.estimate.experts import (
@@ -26,7 +27,8 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
-from maxlm.planning.estimate.flops import (
+from maxlm.planning.estimate.transfers import Transfer
+from maxlm.training.flops import (
     CUDNN_KERNELS,
     RECOMPUTED,
     attended_positions,
@@ -34,8 +36,6 @@ from maxlm.planning.estimate.flops import (
     attention_products,
     needs_mask,
 )
-from maxlm.planning.estimate.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
-from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.optimizers.muon import ITERATIONS
 
 # Stored bytes of one moment per parameter.

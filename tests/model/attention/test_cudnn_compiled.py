@@ -17,7 +17,7 @@ import json, re, sys
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.model.attention import kernels
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state

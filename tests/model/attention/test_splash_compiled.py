@@ -8,9 +8,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.program import read_program
 from maxlm.planning.targets import parse_target, target_layout
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from tests.small import small_config
 

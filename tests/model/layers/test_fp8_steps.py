@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.model.layers import fp8
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from tests.gpu_compiler import needs_gpu_compiler, run_python
 from tests.parameters import first_state
@@ -119,7 +119,7 @@ PROGRAM = """
 import json, sys
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.planning.compiled.hlo import parse_hlo
 from maxlm.planning.targets import compiling_for, parse_target, target_layout
 from maxlm.training.state import abstract_state

@@ -15,11 +15,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.program import read_program
-from maxlm.planning.estimate.flops import training_flops
 from maxlm.planning.estimate.work import estimate_work
 from maxlm.planning.forecast import compiled_work
+from maxlm.training.compile import compile_train_step
+from maxlm.training.flops import training_flops
 from maxlm.training.state import abstract_state
 from tests.small import small_config, small_layout
 

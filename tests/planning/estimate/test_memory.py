@@ -14,13 +14,13 @@ from benchmarks.plan_programs import PROGRAMS as RECORD
 from benchmarks.plan_programs import resolve_for
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
+from maxlm.model.parameters import count_parameters, weights
 from maxlm.parallel.host_offload import HOST
-from maxlm.planning.compiled.compile import compile_train_step
 from maxlm.planning.compiled.memory import memory_of, overflow_of
 from maxlm.planning.estimate.memory import estimate_memory
-from maxlm.planning.estimate.parameters import count_parameters, weights
 from maxlm.planning.estimate.state_bytes import planned_state_bytes, state_bytes
 from maxlm.planning.targets import parse_target
+from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import small_config, small_layout

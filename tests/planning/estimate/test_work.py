@@ -9,10 +9,10 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
+from maxlm.model.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.experts import rows_of, whole_parameters
-from maxlm.planning.estimate.flops import matmul_parameters
-from maxlm.planning.estimate.parameters import layer_stacks, model_parameters
 from maxlm.planning.estimate.work import estimate_work
+from maxlm.training.flops import matmul_parameters
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from maxlm.parallel.host_offload import HOST, fetch, like, on_host, to_device
-from maxlm.planning.compiled.compile import compile_train_step
+from maxlm.training.compile import compile_train_step
 from maxlm.training.optimizers.offload import global_norm, layer_by_layer
 from maxlm.training.state import TrainState, abstract_state
 from maxlm.training.step import make_eval_step

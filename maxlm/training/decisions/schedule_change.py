@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.config.serialization import flatten
+from maxlm.training.decisions.run_control import RunControl, with_rates
+from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.optimizers.schedule import Progress, make_schedule
-from maxlm.training.run_control import RunControl, with_rates
-from maxlm.training.run_length import progress_of
 
 # Keys of the config that determine the learning rate of a step.
 SCHEDULE_KEYS = (

@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
-from maxlm.planning.estimate.parameters import count_active_parameters, count_parameters, parameters_text, weights
+from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text, weights
 from maxlm.training.optimizers.optimizer import kind_of, names
 from maxlm.training.state import abstract_model, abstract_state
 from tests.small import LATENT, small_config, small_layout

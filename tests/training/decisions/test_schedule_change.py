@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from maxlm.training.run_control import RunControl
-from maxlm.training.schedule_change import learning_rate, schedule_change
+from maxlm.training.decisions.run_control import RunControl
+from maxlm.training.decisions.schedule_change import learning_rate, schedule_change
 from tests.small import small_config
 
 SCHEDULE = {'optimizer__schedule': 'linear', 'optimizer__warmup_steps': 2, 'optimizer__learning_rate': 1.0}

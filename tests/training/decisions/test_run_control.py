@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxlm.data.loader.skipped_batches import data_index, skip_steps
-from maxlm.training.run_control import (
+from maxlm.training.decisions.run_control import (
     BadSteps,
     Rollback,
     RunControl,

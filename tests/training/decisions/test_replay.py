@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from maxlm.training.replay import ROUNDING, Cause, StepResult, find_cause, is_replayed
+from maxlm.training.decisions.replay import ROUNDING, Cause, StepResult, find_cause, is_replayed
 
 STEPS = range(1, 4001)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.compiled import compile as compile_module
-from maxlm.planning.compiled.compile import CompiledStep, compile_train_step, device_options
+from maxlm.training import compile as compile_module
+from maxlm.training.compile import CompiledStep, compile_train_step, device_options
 from maxlm.training.objectives import BATCH_TYPES
 from maxlm.training.state import abstract_state, init_state
 from tests.small import small_batch, small_config, small_layout

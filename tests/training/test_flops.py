@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
-from maxlm.planning.estimate.flops import attention_workspace, matmul_parameters, step_flops, training_flops
+from maxlm.training.flops import attention_workspace, matmul_parameters, step_flops, training_flops
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
 from tests.small import LATENT, small_config, small_layout

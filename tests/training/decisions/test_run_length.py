@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.training.optimizers.schedule import Progress, make_schedule
-from maxlm.training.run_control import RunControl, apply_control, from_json, to_json
-from maxlm.training.run_length import (
+from maxlm.training.decisions.run_control import RunControl, apply_control, from_json, to_json
+from maxlm.training.decisions.run_length import (
     Costs,
     at_start,
     budget_left,
@@ -22,6 +21,7 @@ from maxlm.training.run_length import (
     progress_of,
     seconds_until,
 )
+from maxlm.training.optimizers.schedule import Progress, make_schedule
 from maxlm.training.state import with_progress
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.training.decisions.run_control import RunControl, apply_control
 from maxlm.training.optimizers.schedule import Progress
-from maxlm.training.run_control import RunControl, apply_control
 
 # Steps at the start of a process that are not measured: they are slower (caches, connections).
 UNMEASURED_STEPS = 5

@@ -14,7 +14,7 @@ from maxlm.model.attention.chunked import query_ranges
 from maxlm.model.attention.cudnn import documents_per_row, lists_documents
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
-from maxlm.planning.estimate.parameters import block_kernels, layer_stacks, weights
+from maxlm.model.parameters import block_kernels, layer_stacks, weights
 from maxlm.training.optimizers.trainable import is_trained
 
 # Kinds of parameters that multiply tokens.
