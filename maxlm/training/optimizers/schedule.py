@@ -73,11 +73,14 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
             return schedule
         return lambda step: schedule(progress.position(step, num_steps=num_steps, warmup_steps=warmup))
     line = progress or Progress(0, 0.0, num_steps, warmup / num_steps)
-    start = 1.0 if config.schedule == 'constant' else line.warmup
+    start = line.warmup
+    if config.schedule == 'constant':
+        minimum = peak
     if config.schedule == 'wsd':
         start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
 
     def rate(step: Any) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
         fallen = jnp.clip((line.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
         if config.schedule == 'cosine':
             fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
