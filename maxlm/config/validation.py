@@ -77,6 +77,9 @@ CHOICES = {
     ),
 }
 
+# Choices in place of which a function of the user may be named.
+USER_CHOICES = ('optimizer.name', 'optimizer.schedule')
+
 SOURCE_WEIGHT = Range(0, 1e9, above=True)
 # With data.sources_schedule, a source may be absent from a stage.
 STAGE_WEIGHT = Range(0, 1e9)
@@ -95,8 +98,8 @@ def _value(config: Config, key: str) -> Any:
 
 def check_choice(config: Config, key: str) -> None:
     value, options = _value(config, key), CHOICES[key]
-    if value not in options:
-        names = [str(option) or "''" for option in options]
+    if value not in options and not (key in USER_CHOICES and is_function_name(value)):
+        names = [str(option) or "''" for option in options] + ['package.module:function'] * (key in USER_CHOICES)
         close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
         hint = f'; did you mean {close[0]!r}?' if close else ''
         raise InputError(f'{key}={value!r}: must be one of {", ".join(names)}{hint}')
@@ -122,6 +125,13 @@ def validate(config: Config) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}; lower it'
         )
+    if is_function_name(optimizer.name):
+        for key, default in (('moment_dtype', 'float32'), ('embedding_learning_rate', 0.0)):
+            if getattr(optimizer, key) != default:
+                raise InputError(
+                    f'optimizer.{key}={getattr(optimizer, key)} has no effect with optimizer.name={optimizer.name}; '
+                    f'set it to {default}, and let the function do it'
+                )
     for key in ('adam_learning_rate', 'muon_momentum_warmup_steps'):
         if optimizer.name != 'muon' and getattr(optimizer, key):
             raise InputError(

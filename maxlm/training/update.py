@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
+from maxlm.config.user_function import is_function_name
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
@@ -90,11 +91,13 @@ def mean_and_clip(
         return jax.tree.map(lambda g: g * scale, grads), grad_norm
 
 
-def make_update(config: Config, layout: Layout) -> Update:
+def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransformation | None = None) -> Update:
     """Returns the optimizer update of a resolved config. It changes nothing if `ok` is False.
 
-    With `mesh.host_offload`, its metrics are only the learning rate.
+    With `mesh.host_offload`, its metrics are only the learning rate. They lack the learning rate if `optimizer` is
+    used in place of the config's.
     """
+    is_own = optimizer is not None or is_function_name(config.optimizer.name)
 
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped
@@ -102,14 +105,15 @@ def make_update(config: Config, layout: Layout) -> Update:
         if state.progress is not None:
             # The optimizer counts updates, without the skipped steps.
             schedule = optax.constant_schedule(schedule(state.step))
-        optimizer = optimizer_of(config, layout, schedule)
-
-        metrics: Metrics = {'learning_rate': schedule(num_updates)}
+        transform = optimizer or optimizer_of(config, layout, schedule)
+        metrics: Metrics = {} if optimizer else {'learning_rate': schedule(num_updates)}
 
         def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            if config.mesh.host_offload == 'none':
+            updates, opt_state = transform.update(grads, opt_state, params)
+            if is_own:
+                metrics['update_norm'] = jnp.where(ok, optax.tree.norm(updates), 0)
+            elif config.mesh.host_offload == 'none':
                 metrics.update(update_metrics(grads, updates, opt_state, ok, config.optimizer))
             params = optax.apply_updates(params, updates)
             ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
