@@ -12,7 +12,7 @@ from maxlm.config.keys import current_config, declared_keys
 from maxlm.config.loading import default, from_json, load
 from maxlm.config.serialization import to_json
 from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.renames import (
+from maxlm.config.renames import (
     METRIC_PREFIXES,
     METRICS,
     OPTIONS,

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.config_files import find_config, shipped_configs
 from maxlm.config.keys import Key, current_config, current_key, declared_keys, section_keys
+from maxlm.config.renames import report_renamed
 from maxlm.config.schema import SECTIONS, Config, ModelConfig
 from maxlm.config.sections.declaration import Form
 from maxlm.config.sections.families import FAMILIES
@@ -26,7 +27,6 @@ from maxlm.config.serialization import HIDDEN, is_secret, to_json
 from maxlm.config.validation import EXCLUSIVE, check_paths, check_values, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
-from maxlm.renames import report_renamed
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 

@@ -65,6 +65,20 @@ def load_function(
     return function
 
 
+def call_function(function: Callable[..., Any], *arguments: Any, name: str, kind: str) -> Any:
+    """Returns `function(*arguments)`, in which the function `name` of the user runs.
+
+    Raises:
+        InputError: it raised an exception.
+    """
+    try:
+        return function(*arguments)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f'{kind} {name}: failed with {describe_exception(error)}; fix the function') from error
+
+
 def module_checksum(name: str) -> str:
     """Returns the SHA-256 of the file of the function's module, '' if it has none. `load_function` must succeed."""
     path = getattr(importlib.import_module(name.partition(':')[0]), '__file__', None)

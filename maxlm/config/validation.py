@@ -12,6 +12,7 @@ from typing import Any
 from maxlm.config.keys import declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
+from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_architecture import check_architecture, check_experts
 from maxlm.config.validation_losses import check_distill, check_mtp
 from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
@@ -72,6 +73,13 @@ def validate(config: Config) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}; lower it'
         )
+    if is_function_name(optimizer.name):
+        for key, default in (('moment_dtype', 'float32'), ('embedding_learning_rate', 0.0)):
+            if getattr(optimizer, key) != default:
+                raise InputError(
+                    f'optimizer.{key}={getattr(optimizer, key)} has no effect with optimizer.name={optimizer.name}; '
+                    f'set it to {default}, and let the function do it'
+                )
     for key in ('adam_learning_rate', 'muon_momentum_warmup_steps'):
         if optimizer.name != 'muon' and getattr(optimizer, key):
             raise InputError(

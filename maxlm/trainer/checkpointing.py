@@ -22,6 +22,7 @@ from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
 from maxlm.config.schema import Config
+from maxlm.config.user_function import is_function_name
 from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import check_same_data
 from maxlm.data.loader.position import Position
@@ -39,7 +40,7 @@ from maxlm.training.decisions.run_control import Rollback, RunControl, from_json
 from maxlm.training.decisions.run_length import at_start
 from maxlm.training.decisions.schedule_change import schedule_change
 from maxlm.training.reference import reference_config, to_reference
-from maxlm.training.state import Params, TrainState, init_state
+from maxlm.training.state import Params, TrainState, init_opt_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
@@ -331,7 +332,11 @@ def initialize_state(
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)
     reference = reference_of(config, params, abstract) if config.teacher is None else read_teacher(config, abstract)
-    return state._replace(params=params, ema=ema, reference=reference)
+    state = state._replace(params=params, ema=ema, reference=reference)
+    if is_function_name(config.optimizer.name):
+        # Its state may contain the initial parameters.
+        state = state._replace(opt_state=init_opt_state(config, layout, abstract, params))
+    return state
 
 
 def _random_state(config: Config, layout: Layout) -> TrainState:

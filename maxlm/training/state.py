@@ -14,6 +14,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.config.user_function import is_function_name
+from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import HOST
@@ -21,9 +23,10 @@ from maxlm.parallel.layout import Layout
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
-from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
-from maxlm.training.optimizers.schedule import Progress
+from maxlm.training.optimizers.schedule import Progress, make_schedule
+from maxlm.training.optimizers.state_placement import place_state
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
+from maxlm.training.optimizers.user_optimizer import Parameter, check_optimizer, user_optimizer
 from maxlm.training.reference import has_reference_params, reference_config, stored_dtype, to_reference
 from maxlm.training.spike_guard import SpikeStatistics, first_window
 
@@ -92,12 +95,17 @@ def param_shardings(config: Config, layout: Layout) -> Params:
     return nnx.to_pure_dict(nnx.map_state(place, variables))
 
 
-def abstract_state(config: Config, layout: Layout) -> TrainState:
+def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTransformation | None = None) -> TrainState:
     """Returns the shapes, dtypes and shardings of the training state.
 
+    Args:
+        config: resolved config.
+        layout: layout of the devices.
+        optimizer: optimizer in place of that of the config.
+
     Raises:
-        InputError: a parameter does not divide over the mesh, or a pattern in `optimizer.frozen_params` or
-            `optimizer.trainable_params` matches no parameter.
+        InputError: a parameter does not divide over the mesh, a pattern in `optimizer.frozen_params` or
+            `optimizer.trainable_params` matches no parameter, or an optimizer of the user is not usable.
     """
     params = _abstract_params(config, layout)
     check_patterns(config, param_paths(params))
@@ -105,24 +113,20 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-    optimizer = optimizer_of(config, layout)
-
-    offloaded = config.mesh.host_offload != 'none'
-
-    def place(moment: Any, sharding: NamedSharding) -> Any:
-        # A masked node is a parameter of the other optimizer (Muon or Adam).
-        if isinstance(moment, optax.MaskedNode):
-            return moment
-        return place_moment(moment, sharding.with_memory_kind(HOST) if offloaded else sharding)
-
-    # Counters are replicated on all devices.
-    opt_state = optax.tree.map_params(
-        optimizer,
-        place,
-        jax.eval_shape(optimizer.init, trainable(config, params)),
+    trained, offload = trainable(config, params), config.mesh.host_offload
+    if optimizer is None and not is_function_name(config.optimizer.name):
+        opt_state = jax.eval_shape(optimizer_of(config, layout).init, trained)
+    elif offload != 'none':
+        raise InputError(f'mesh.host_offload={offload}: not with an optimizer of your own; set mesh.host_offload=none')
+    else:
+        name = config.optimizer.name if optimizer is None else 'of make_train_step'
+        opt_state = check_optimizer(optimizer or optimizer_of(config, layout), trained, name=name)
+    opt_state = place_state(
+        opt_state,
+        _described_params(config, layout),
         trainable(config, param_shardings(config, layout.of_state)),
-        transform_non_params=lambda x: placed(x, layout.named()),
-        is_leaf=lambda x: isinstance(x, (optax.MaskedNode, Blocks)),
+        layout.of_state,
+        on_host=offload != 'none',
     )
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
     ema = params if config.optimizer.ema_decay else None
@@ -155,7 +159,13 @@ def _abstract_params(config: Config, layout: Layout) -> Params:
     return jax.tree.map(place, shapes, param_shardings(config, layout.of_state))
 
 
-def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, Any] | None = None) -> TrainState:
+def init_state(
+    config: Config,
+    layout: Layout,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    compiler_options: dict[str, Any] | None = None,
+) -> TrainState:
     """Returns the state before the first step, created in place on the mesh.
 
     If the state has a reference, it is a copy of the initial parameters, or None in place of a teacher. Quantized
@@ -164,9 +174,14 @@ def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, An
     Args:
         config: resolved config.
         layout: layout of the devices.
+        optimizer: optimizer in place of that of the config, as in `make_train_step`.
         compiler_options: XLA options of the program. JAX accepts them only outside of other traced functions.
+
+    Raises:
+        InputError: see `abstract_state`.
     """
-    optimizer = optimizer_of(config, layout)
+    abstract = abstract_state(dataclasses.replace(config, teacher=None), layout, optimizer)
+    initialize = (optimizer or optimizer_of(config, layout)).init
     copies_params = has_reference_params(config) and config.teacher is None
 
     def init() -> TrainState:
@@ -179,11 +194,10 @@ def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, An
         ema = params if config.optimizer.ema_decay else None
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
         reference = to_reference(config, params) if copies_params else None
-        opt_state = optimizer.init(trainable(config, params))
+        opt_state = initialize(trainable(config, params))
         window, progress = first_window(config.guard), _first_progress(config)
         return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
 
-    abstract = abstract_state(dataclasses.replace(config, teacher=None), layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
 
@@ -200,10 +214,52 @@ def _first_progress(config: Config) -> Progress | None:
     return Progress(*map(jnp.float32, numbers))
 
 
+def init_opt_state(config: Config, layout: Layout, abstract: TrainState, params: Params) -> optax.OptState:
+    """Returns the initial optimizer state for parameters of a checkpoint, some of which it may contain."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
+    return jax.jit(optimizer_of(config, layout).init, out_shardings=shardings)(trainable(config, params))
+
+
 def optimizer_of(
     config: Config, layout: Layout, schedule: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer of a config's model; see `make_optimizer`."""
+    """Returns the optimizer of a config's model; see `make_optimizer` and `user_optimizer`.
+
+    Args:
+        config: resolved config.
+        layout: layout of the devices.
+        schedule: schedule of the learning rate; None selects the config's schedule for `train.num_steps`.
+    """
+    schedule = schedule or make_schedule(config.optimizer, config.train.num_steps)
+    if is_function_name(config.optimizer.name):
+        return user_optimizer(config.optimizer, schedule, _described_params(config, layout))
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
     return make_optimizer(config, axes, layout.of_state, schedule)
+
+
+def ignores_schedule(config: Config, layout: Layout) -> bool:
+    """Returns True if an update of the config's optimizer does not use the learning rate of the schedule."""
+    schedule, counts = make_schedule(config.optimizer, config.train.num_steps), []
+
+    def counted(count: Any) -> Any:
+        counts.append(count)
+        return schedule(count)
+
+    optimizer, params = optimizer_of(config, layout, counted), trainable(config, _abstract_params(config, layout))
+    state = jax.eval_shape(optimizer.init, params)
+    counts.clear()
+    jax.eval_shape(optimizer.update, params, state, params)
+    return not counts
+
+
+def _described_params(config: Config, layout: Layout) -> Any:
+    """Returns the tree of the trainable parameters with a `Parameter` in place of each array."""
+    _, variables = nnx.split(abstract_model(config, layout))
+
+    def describe(path: tuple[Any, ...], variable: nnx.Variable) -> Parameter:
+        array: Any = variable.get_value()
+        kind = kind_of(tuple(map(jax.tree_util.DictKey, map(str, path))))
+        return Parameter('.'.join(map(str, path)), array.shape, array.dtype, tuple(variable.axes), kind)
+
+    return trainable(config, nnx.to_pure_dict(nnx.map_state(describe, variables)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from maxlm.config.schema import Config
 from maxlm.config.sections.distill import DistillConfig
@@ -29,18 +30,29 @@ from maxlm.training.update import balance_loads, make_update, mean_and_clip
 
 
 def make_train_step(
-    config: Config, layout: Layout, num_sources: int = 0
+    config: Config,
+    layout: Layout,
+    num_sources: int = 0,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the training step of a resolved config: one optimizer update from one global batch.
 
-    If `num_sources` > 0, batches contain `sources` [B], and the metrics contain `source_loss` and `source_tokens` [S].
     Batches may contain HOLD. A step with a spike or a non-finite value, for which the metric `bad` is True, changes
     only three counters of the state: `step`, `skipped` and the number of steps in `window`, which the metric
     `window_steps` contains as it was before the step. `maxlm.trainer.replay` depends on it.
+
+    Args:
+        config: resolved config.
+        layout: layout of the devices.
+        num_sources: number of data sources. Above 0, batches contain `sources` [B], and the metrics contain
+            `source_loss` and `source_tokens` [S].
+        optimizer: optimizer in place of that of the config; `init_state` needs the same. It receives the clipped
+            gradients of the trainable parameters. The metrics then contain no `learning_rate`.
     """
     with_reference_point = make_reference_point(config, layout)
     gradients = make_gradients(config, layout, num_sources)
-    update = make_update(config, layout)
+    update = make_update(config, layout, optimizer)
 
     def param_norm(params: Params) -> jax.Array:
         measured = measured_params(config, params)

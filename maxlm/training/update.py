@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
+from maxlm.config.user_function import is_function_name
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
-from maxlm.training.optimizers.schedule import make_schedule, rate_at
+from maxlm.training.optimizers.schedule import make_schedule
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
 from maxlm.training.optimizers.update_metrics import update_metrics
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
@@ -90,26 +91,29 @@ def mean_and_clip(
         return jax.tree.map(lambda g: g * scale, grads), grad_norm
 
 
-def make_update(config: Config, layout: Layout) -> Update:
+def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransformation | None = None) -> Update:
     """Returns the optimizer update of a resolved config. It changes nothing if `ok` is False.
 
-    With `mesh.host_offload`, its metrics are only the learning rate.
+    With `mesh.host_offload`, its metrics are only the learning rate. They lack the learning rate if `optimizer` is
+    used in place of the config's.
     """
+    is_own = optimizer is not None or is_function_name(config.optimizer.name)
 
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped
-        schedule = make_schedule(config.optimizer, config.train.num_steps)
+        schedule = make_schedule(config.optimizer, config.train.num_steps, state.progress)
         if state.progress is not None:
-            # The length of the schedule changes during the run, so it must not be a constant of the compiled step.
-            schedule = optax.constant_schedule(rate_at(config.optimizer, state.progress, state.step))
-        optimizer = optimizer_of(config, layout, schedule)
-
-        metrics: Metrics = {'learning_rate': schedule(num_updates)}
+            # The optimizer counts updates, without the skipped steps.
+            schedule = optax.constant_schedule(schedule(state.step))
+        transform = optimizer or optimizer_of(config, layout, schedule)
+        metrics: Metrics = {} if optimizer else {'learning_rate': schedule(num_updates)}
 
         def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            if config.mesh.host_offload == 'none':
+            updates, opt_state = transform.update(grads, opt_state, params)
+            if is_own:
+                metrics['update_norm'] = jnp.where(ok, optax.tree.norm(updates), 0)
+            elif config.mesh.host_offload == 'none':
                 metrics.update(update_metrics(grads, updates, opt_state, ok, config.optimizer))
             params = optax.apply_updates(params, updates)
             ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)

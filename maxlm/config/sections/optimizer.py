@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from maxlm.config.sections.declaration import Renamed
+from maxlm.config.sections.declaration import FunctionName, Renamed
 from maxlm.config.sections.ranges import (
     Count,
     Dollars,
@@ -26,7 +26,7 @@ from maxlm.config.sections.ranges import (
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     # Optimizer: adamw | muon (Muon on the matrices of the blocks, AdamW on all other parameters).
-    name: Literal['adamw', 'muon'] = 'adamw'
+    name: Literal['adamw', 'muon'] | FunctionName = 'adamw'
     # Peak learning rate; for muon, that of the matrices.
     learning_rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
     # muon: peak learning rate of the AdamW parameters (embeddings, head, scales, biases); 0 = learning_rate.
@@ -34,7 +34,7 @@ class OptimizerConfig:
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: LearningRate = 0.0
     # Schedule after a linear warm-up from 0: cosine | linear | wsd (stable, then linear decay) | constant.
-    schedule: Literal['cosine', 'linear', 'wsd', 'constant'] = 'cosine'
+    schedule: Literal['cosine', 'linear', 'wsd', 'constant'] | FunctionName = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: Annotated[FractionAbove0, Renamed('decay_fraction')] = 0.2
     # Length of the warm-up, in steps or in tokens.

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.config.serialization import flatten
-from maxlm.training.decisions.run_control import RunControl, apply_control
+from maxlm.training.decisions.run_control import RunControl, with_rates
 from maxlm.training.decisions.run_length import progress_of
-from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
+from maxlm.training.optimizers.schedule import Progress, make_schedule
 
 # Keys of the config that determine the learning rate of a step.
 SCHEDULE_KEYS = (
@@ -47,8 +47,7 @@ def schedule_change(
 
 def learning_rate(config: Config, decisions: RunControl, step: int, skipped: int) -> float:
     """Returns the learning rate after `step` steps, of which `skipped` were skipped, of a resolved config."""
-    controlled = apply_control(config, decisions)
-    if not config.by_budget:
-        return float(make_schedule(controlled.optimizer, controlled.train.num_steps)(step - skipped))
-    progress = Progress(*map(jnp.float32, progress_of(decisions, config)))
-    return float(rate_at(controlled.optimizer, progress, jnp.int32(step)))
+    optimizer = with_rates(config, decisions).optimizer
+    progress = Progress(*map(jnp.float32, progress_of(decisions, config))) if config.by_budget else None
+    schedule = make_schedule(optimizer, config.train.num_steps, progress)
+    return float(schedule(step - (0 if config.by_budget else skipped)))

@@ -18,7 +18,6 @@ from maxlm.model.layers.weight_only_quantization import CODES, SCALES
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
-from maxlm.training.optimizers.schedule import make_schedule
 from maxlm.training.optimizers.trainable import ADAPTERS
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
@@ -33,7 +32,7 @@ def make_optimizer(
     config: Config,
     axes: Mapping[tuple[str, ...], tuple[str, ...]],
     layout: Layout,
-    schedule: optax.Schedule | None = None,
+    schedule: optax.Schedule,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of a resolved config: p ← p - rate · (direction + weight_decay · p).
 
@@ -45,10 +44,9 @@ def make_optimizer(
         config: config of the run.
         axes: logical axes of every parameter, by path.
         layout: layout of the parameters.
-        schedule: schedule of the learning rate; None selects the config's schedule for `train.num_steps`.
+        schedule: learning rate by number of updates.
     """
     optimizer = config.optimizer
-    schedule = schedule or make_schedule(optimizer, config.train.num_steps)
     decayed = DECAYED[optimizer.weight_decay_mask]
     direction = scale_by_adam(
         beta1=optimizer.beta1,

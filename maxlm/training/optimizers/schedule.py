@@ -9,29 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.user_function import call_function, is_function_name, load_function
+from maxlm.errors import InputError
 
-
-def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Returns the learning rate of update n = 0, 1, …: linear warm-up from 0, then `config.schedule` until `num_steps`.
-
-    Update `warmup_steps` has the peak rate, and update `num_steps` would have the minimum rate. In between, the rate
-    follows a cosine (Loshchilov & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024,
-    "MiniCPM"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
-
-    A decay that would begin during the warm-up begins at its end and is steeper. A run shorter than its warm-up has no
-    decay.
-    """
-    peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    length = num_steps - warmup
-    if config.schedule == 'constant' or length <= 0:
-        after = optax.constant_schedule(peak)
-    elif config.schedule == 'cosine':
-        after = optax.cosine_decay_schedule(peak, length, alpha=minimum / peak)
-    else:
-        share = {'linear': 1.0, 'wsd': config.wsd_decay_fraction}[config.schedule]
-        decay = min(max(1, round(share * num_steps)), length)
-        after = optax.linear_schedule(peak, minimum, decay, transition_begin=length - decay)
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+KEY = 'optimizer.schedule'
 
 
 class Progress(NamedTuple):
@@ -55,25 +36,73 @@ class Progress(NamedTuple):
         """Returns the share of the schedule completed after `step` steps, with `step` ≥ `self.step`."""
         return self.share + (1 - self.share) * (step - self.step) / (self.num_steps - self.step)
 
+    def position(self, step: Any, *, num_steps: int, warmup_steps: int) -> jax.Array:
+        """Returns the update of a schedule of `num_steps` updates that corresponds to `step`, a float32 scalar.
 
-def rate_at(config: OptimizerConfig, progress: Progress, step: jax.Array) -> jax.Array:
-    """Returns the learning rate of the update after `step` steps, as a float32 scalar.
+        The warm-up keeps its number of updates. The remaining updates are stretched over the rest of the run.
+        """
+        after = (self.at(step) - self.warmup) / jnp.maximum(1 - self.warmup, 1e-7)
+        stretched = warmup_steps + jnp.clip(after, 0, 1) * (num_steps - warmup_steps)
+        return jnp.where(step < warmup_steps, step, stretched)
 
-    If the progress starts at (step 0, share 0), the result equals `make_schedule`, but the length need not be known
-    when the step is compiled.
+
+def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> optax.Schedule:
+    """Returns the learning rate of update n = 0, 1, …: linear warm-up from 0, then `config.schedule` until `num_steps`.
+
+    Update `warmup_steps` has the peak rate, and update `num_steps` would have the minimum rate. In between, the rate
+    follows a cosine (Loshchilov & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024,
+    "MiniCPM"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
+
+    A decay that would begin during the warm-up begins at its end and is steeper. A run shorter than its warm-up has no
+    decay.
 
     Args:
-        config: section `optimizer` of the config.
-        progress: progress as float32 scalars.
-        step: int32 scalar. Unlike the count of `make_schedule` it includes skipped steps, which also take time.
+        config: section `optimizer` of the config. A function of the user (`module:function`) receives this section and
+            `num_steps`, and returns the schedule.
+        num_steps: length of the run.
+        progress: progress of a run whose length changes, as float32 scalars. The schedule then takes steps instead of
+            updates, with skipped steps, which also take time.
+
+    Raises:
+        InputError: the function of the user cannot be imported, fails or does not return a schedule.
     """
-    step = step.astype(jnp.float32)
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    start = jnp.float32(1.0) if config.schedule == 'constant' else progress.warmup
+    if is_function_name(config.schedule):
+        schedule = _user_schedule(config, num_steps)
+        if progress is None:
+            return schedule
+        return lambda step: schedule(progress.position(step, num_steps=num_steps, warmup_steps=warmup))
+    line = progress or Progress(0, 0.0, num_steps, warmup / num_steps)
+    start = line.warmup
+    if config.schedule == 'constant':
+        minimum = peak
     if config.schedule == 'wsd':
         start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
-    fallen = jnp.clip((progress.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
-    if config.schedule == 'cosine':
-        fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
-    rate = peak + (minimum - peak) * fallen
-    return jnp.where(step < warmup, peak * step / max(warmup, 1), rate)
+
+    def rate(step: Any) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        fallen = jnp.clip((line.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
+        if config.schedule == 'cosine':
+            fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
+        return jnp.where(step < warmup, peak * step / max(warmup, 1), peak + (minimum - peak) * fallen)
+
+    return rate
+
+
+def _user_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Returns the schedule of a function of the user after a trace of it."""
+    name = config.schedule
+    function = load_function(name, kind=KEY, arguments=('config', 'num_steps'))
+    schedule = call_function(function, config, num_steps, name=name, kind=KEY)
+    if not callable(schedule):
+        raise InputError(
+            f'{KEY} {name}: returned {type(schedule).__name__}; it must return a schedule, which is a function of the '
+            'number of updates, such as optax.cosine_decay_schedule(…)'
+        )
+    # The position in a run whose length changes is a float.
+    for dtype in (jnp.int32, jnp.float32):
+        count = jax.ShapeDtypeStruct((), dtype)
+        rate = call_function(jax.eval_shape, schedule, count, name=name, kind=KEY)
+        if getattr(rate, 'shape', None) != () or not jnp.issubdtype(rate.dtype, jnp.floating):
+            raise InputError(f'{KEY} {name}: the schedule returned {rate}; it must return a float scalar')
+    return schedule

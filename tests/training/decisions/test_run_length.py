@@ -1,5 +1,6 @@
 """Number of steps of runs with a budget in hours or dollars, and the resulting learning rates."""
 
+import functools
 import json
 
 import jax
@@ -20,7 +21,7 @@ from maxlm.training.decisions.run_length import (
     progress_of,
     seconds_until,
 )
-from maxlm.training.optimizers.schedule import Progress, make_schedule, rate_at
+from maxlm.training.optimizers.schedule import Progress, make_schedule
 from maxlm.training.state import with_progress
 from maxlm.training.step import make_train_step
 from tests.small import small_batch, small_config, small_layout, small_state
@@ -35,10 +36,14 @@ def hours(budget=1.0, **settings):
 
 
 def rates(config, progress, steps):
-    return np.asarray(RATES(config.optimizer, jax.tree.map(jnp.float32, progress), jnp.arange(300)))[list(steps)]
+    return np.asarray(scheduled_rates(config.optimizer, jax.tree.map(jnp.float32, progress), jnp.arange(300)))[
+        list(steps)
+    ]
 
 
-RATES = jax.jit(jax.vmap(rate_at, in_axes=(None, None, 0)), static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def scheduled_rates(config, progress, steps):
+    return jax.vmap(make_schedule(config, UNDECIDED_STEPS, progress))(steps)
 
 
 def test_budgets_in_seconds():

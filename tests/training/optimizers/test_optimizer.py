@@ -9,6 +9,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.training.optimizers.optimizer import DECAYED, kind_of, make_optimizer, map_kinds
+from maxlm.training.optimizers.schedule import make_schedule
 from tests.small import small_config, small_layout
 
 # path → (shape, logical axes, kind)
@@ -50,7 +51,7 @@ def run(*, steps=1, **settings):
     """Returns the parameters before and after some steps on random gradients, with constant learning rates."""
     settings = {'learning_rate': 0.5, 'schedule': 'constant', 'warmup_steps': 0, **settings}
     config = small_config(**{f'optimizer__{key}': value for key, value in settings.items()})
-    optimizer = make_optimizer(config, AXES, small_layout(config))
+    optimizer = make_optimizer(config, AXES, small_layout(config), make_schedule(config.optimizer, 20))
     before = params = random_params(0)
     state = optimizer.init(params)
     for step in range(steps):
@@ -105,7 +106,7 @@ def test_adamw_equals_optax_bit_for_bit():
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
     # The states are equal too, so that checkpoints are interchangeable.
     config = small_config()
-    ours = make_optimizer(config, AXES, small_layout(config)).init(wanted)
+    ours = make_optimizer(config, AXES, small_layout(config), make_schedule(config.optimizer, 20)).init(wanted)
     assert jax.tree.structure(ours) == jax.tree.structure(optax.adamw(lambda _: 0.5, mask=mask).init(wanted))
 
 

@@ -284,7 +284,12 @@ def test_bytes_of_the_state(name):
 
     def measure(stored):
         config = small_config(optimizer__name=name, optimizer__moment_dtype=stored)
-        optimizer = make_optimizer(config, {path: axes for path, (_, axes) in shapes.items()}, small_layout(config))
+        optimizer = make_optimizer(
+            config,
+            {path: axes for path, (_, axes) in shapes.items()},
+            small_layout(config),
+            optax.constant_schedule(1e-2),
+        )
         return bytes_of(jax.eval_shape(optimizer.init, params)) - 8 * vectors
 
     of_matrices = {'adamw': 2, 'muon': 1}[name]
@@ -302,7 +307,9 @@ def test_vectors_and_small_arrays_stay_in_float32():
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
     )
     axes = {('embedding',): ('vocab', 'embed'), ('head', 'kernel'): ('embed', 'vocab')}
-    state = jax.eval_shape(make_optimizer(config, axes, small_layout(config)).init, params)
+    state = jax.eval_shape(
+        make_optimizer(config, axes, small_layout(config), optax.constant_schedule(1e-2)).init, params
+    )
     for name, dtype in (('mu', jnp.int8), ('nu', jnp.uint8)):
         tree = optax.tree.get(state, name)
         assert tree['embedding'].codes.dtype == dtype
