@@ -99,12 +99,12 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and keeps the lines of those with indented lines, such as examples."""
+    """Wraps paragraphs, and keeps the lines of examples and of indented paragraphs."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.strip('\n').split('\n\n')
         fill = super()._fill_text
-        return '\n\n'.join(part if '\n ' in f'\n{part}' else fill(part, width, indent) for part in paragraphs)
+        parts = text.strip('\n').split('\n\n')
+        return '\n\n'.join(part if part.startswith((' ', 'example')) else fill(part, width, indent) for part in parts)
 
 
 class ArgumentParser(argparse.ArgumentParser):
