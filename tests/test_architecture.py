@@ -82,7 +82,7 @@ def imports(source):
 
 
 def upward(package, source):
-    """Returns the packages above `package`, or forbidden to it, and `maxlm.COMMAND`s that a source text of it imports."""
+    """Returns the packages above `package`, or forbidden to it, and the `maxlm.COMMAND` that a source text imports."""
     ours, _ = imports(source)
     used = {package_of(name) if name in MODULES else name for name in ours} & {*RANK, *COMMANDS, '__main__'}
     used -= {package}

@@ -154,7 +154,7 @@ def with_grpo_defaults(config: Config) -> Config:
 
 
 def check_grpo(config: Config) -> None:
-    """Checks the config of a maxlm.grpo run.
+    """Checks the config of a maxlm grpo run.
 
     Raises:
         InputError: a required key is missing, or some keys are inconsistent.
@@ -162,7 +162,7 @@ def check_grpo(config: Config) -> None:
     grpo, train, window = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
         raise InputError(
-            f'train.objective={train.objective}: maxlm.grpo requires train.objective=grpo; set it, or use maxlm.train'
+            f'train.objective={train.objective}: maxlm grpo requires train.objective=grpo; set it, or use maxlm train'
         )
     required = {
         'train.init_from': train.init_from,
@@ -172,7 +172,7 @@ def check_grpo(config: Config) -> None:
     if missing := {key: value for key, value in required.items() if not value}:
         found = ', '.join(f'{key}={value!r}' for key, value in missing.items())
         values = 'a value' if len(missing) == 1 else 'values'
-        raise InputError(f'{found}: maxlm.grpo requires {values}; set {" and ".join(missing)}')
+        raise InputError(f'{found}: maxlm grpo requires {values}; set {" and ".join(missing)}')
     if config.eval.interval and not grpo.eval_prompts:
         raise InputError(
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
@@ -222,7 +222,7 @@ def check_grpo(config: Config) -> None:
     ):
         if value != wanted:
             raise InputError(
-                f'{key}={value!r}: not supported by maxlm.grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
+                f'{key}={value!r}: not supported by maxlm grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
             )
 
 

@@ -11,7 +11,7 @@ class DistillConfig:
     # bucket (gs://). Its size and architecture may differ from those of the run, but its tokenizer must be the same.
     # '' = no distillation.
     teacher: str = ''
-    # Directory that maxlm.distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
+    # Directory that maxlm distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
     # the step. '' = none.
     logits_dir: str = ''
     # Share of the distillation loss in the objective; the rest is the cross-entropy (Hinton et al. 2015, "Distilling
