@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from maxlm.config.renames import OPTIONS, report_renamed
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import InputError, surrogate_in
-from maxlm.renames import OPTIONS, report_renamed
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 _REPEATED = re.compile(r'argument (\S+): =')
@@ -122,7 +122,7 @@ class ArgumentParser(argparse.ArgumentParser):
             self.add_argument(name, **{**SHARED[name], **changes})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Accepts underscores in option names, and former option names; see `maxlm.renames`."""
+        """Accepts underscores in option names, and former option names; see `maxlm.config.renames`."""
         command = self.prog.rpartition('maxlm ')[2]
         words = list(sys.argv[1:] if args is None else args)
         end = words.index('--') if '--' in words else len(words)

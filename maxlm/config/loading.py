@@ -25,13 +25,13 @@ from ml_collections import ConfigDict, config_dict
 from maxlm.config.config_files import find_config, shipped_configs
 from maxlm.config.families import FAMILIES
 from maxlm.config.path_keys import check_paths
+from maxlm.config.renames import current_config, current_key, report_renamed
 from maxlm.config.schema import AUTO, SECTIONS, Config, ModelConfig
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.serialization import HIDDEN, SECRET_KEYS, to_json
 from maxlm.config.validation import EXCLUSIVE, check_choice, check_values, nearest, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, os_message
-from maxlm.renames import current_config, current_key, report_renamed
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 

@@ -1,4 +1,4 @@
-"""Validates and completes the config keys of post-training: LoRA, frozen parameters, DPO and GRPO."""
+"""Validates and completes the config keys of post-training: LoRA, frozen parameters, distillation, DPO and GRPO."""
 
 from __future__ import annotations
 
@@ -234,3 +234,35 @@ _WHY_NOT = {
     'train.dollars': ', and set train.num_steps or train.num_epochs instead',
     'train.num_tokens': ', and set train.num_steps or train.num_epochs instead',
 }
+
+
+def check_distill(config: Config) -> None:
+    """Checks that the loss is the cross-entropy, to which distillation adds a term, if there is a teacher.
+
+    Raises:
+        InputError: the run has another loss, or two teachers, or data that stored logits do not fit.
+    """
+    distill, train, data = config.distill, config.train, config.data
+    key = 'distill.teacher' if distill.teacher else 'distill.logits_dir'
+    name = f'{key}={distill.teacher or distill.logits_dir}'
+    if not (distill.teacher or distill.logits_dir):
+        return
+    if train.objective != 'next_token':
+        raise InputError(
+            f'{name} with train.objective={train.objective}: only next_token can be distilled; set '
+            f"train.objective=next_token, or {key}=''"
+        )
+    if train.loss:
+        raise InputError(
+            f'{name} with train.loss={train.loss}: distillation is a part of the cross-entropy loss; set '
+            f"train.loss='', or {key}=''"
+        )
+    if not distill.logits_dir:
+        return
+    if distill.teacher:
+        raise InputError(f'{name} with distill.logits_dir={distill.logits_dir}: set only one of them')
+    for other, value in (('data.sources', data.sources), ('data.seq_len_schedule', data.seq_len_schedule)):
+        if value:
+            raise InputError(
+                f'{other}={value!r} with {name}: stored logits are those of the windows of data.path; set {other}=()'
+            )

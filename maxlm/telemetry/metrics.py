@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from maxlm.config.renames import current_metrics
 from maxlm.log import logger
-from maxlm.renames import current_metrics
 from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.workdir.files import EXPERT_LOADS_FILE, METRICS_FILE, SAMPLES_FILE
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.config.loading import from_json
+from maxlm.config.renames import current_metrics
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.renames import current_metrics
 from maxlm.storage.download_tree import list_tree
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import Entry, display_path, is_url, list_directory, read_bytes

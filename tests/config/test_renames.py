@@ -9,10 +9,7 @@ from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.cli.setup import plan
 from maxlm.config.loading import default, from_json, load
-from maxlm.config.schema import SECTIONS
-from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.renames import (
+from maxlm.config.renames import (
     KEYS,
     METRIC_PREFIXES,
     METRICS,
@@ -23,6 +20,9 @@ from maxlm.renames import (
     current_config,
     current_metrics,
 )
+from maxlm.config.schema import SECTIONS
+from maxlm.config.serialization import to_json
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry import metrics
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
