@@ -3,7 +3,7 @@
     python -m benchmarks.async_rollouts --config=configs/TASK.py:rl [--config.KEY=VALUE …]
         [--output=FILE] [--figure=FILE]
 
-Runs `maxlm.grpo` twice, one run after the other, with `grpo.async_rollouts` False and True. Records the rewards of the
+Runs `maxlm grpo` twice, one run after the other, with `grpo.async_rollouts` False and True. Records the rewards of the
 rollouts and the evaluations on held-out problems by the minutes since the first rollout, prints a line for each run,
 and plots both. `train.init_from` must name a run of SFT.
 """

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parent.parent
 CHECKS = ('deterministic', 'resume')
 # Metrics of each step that are compared.
 COMPARED = ('train/loss', 'train/grad_norm')
-# File names of `maxlm.train`, and of facts that only the process with the devices knows.
+# File names of `maxlm train`, and of facts that only the process with the devices knows.
 METRICS, FACTS = 'metrics.jsonl', 'machine.json'
 # Items of the final checkpoint that are compared.
 STATE = frozenset({'params', 'optimizer'})

@@ -154,6 +154,6 @@ def _evaluation(config: Config, state: TrainState) -> Evaluate:
 
 
 if __name__ == '__main__':
-    # `maxlm.train` does this too.
+    # `maxlm train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -70,7 +70,7 @@ class Peer(NamedTuple):
 
 
 def prepare_maxlm(task: Task) -> Peer:
-    """Prepares the step that `maxlm.train` compiles."""
+    """Prepares the step that `maxlm train` compiles."""
 
     def memory() -> dict[str, int | None]:
         stats = jax.local_devices()[0].memory_stats() or {}

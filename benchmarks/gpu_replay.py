@@ -126,6 +126,6 @@ def _compute(step: Any, state: TrainState, batch: Batch) -> tuple[TrainState, St
 
 
 if __name__ == '__main__':
-    # `maxlm.train` does this too.
+    # `maxlm train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Trains a 124M model on real text with `maxlm.train`, kills it once, resumes, evaluates and exports it.
+"""Trains a 124M model on real text with `maxlm train`, kills it once, resumes, evaluates and exports it.
 
     python -m benchmarks.gpu_run DIRECTORY [--minutes=6] [--config.section.key=value …] [--output=FILE]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_run_prepare DIRECTORY [--input PATH …] [--python-version=3.12]
 
 Writes a data set and wheels. DIRECTORY/data.tar.gz contains the documentation of Debian's packages on this machine.
-DIRECTORY/wheels contains what `maxlm.train` needs in addition to jax, flax, optax, orbax-checkpoint and tokenizers. The
+DIRECTORY/wheels contains what `maxlm train` needs in addition to jax, flax, optax, orbax-checkpoint and tokenizers. The
 wheels have the versions that are installed here. Prints the sizes, and fails if all files together are larger than
 --limit-mib. Needs a network for the wheels.
 """
@@ -40,8 +40,8 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog='benchmarks.gpu_run_prepare', allow_abbrev=False, description=__doc__)
     parser.add_argument('directory', type=Path, help='directory to write')
     parser.add_argument('--input', nargs='+', default=INPUTS, help=f'texts (default {" ".join(INPUTS)})')
-    parser.add_argument('--tokenizer', default='bpe:50000', help='as of maxlm.prepare (default bpe:50000)')
-    parser.add_argument('--validation-fraction', default='0.01', help='as of maxlm.prepare (default 0.01)')
+    parser.add_argument('--tokenizer', default='bpe:50000', help='as of maxlm prepare (default bpe:50000)')
+    parser.add_argument('--validation-fraction', default='0.01', help='as of maxlm prepare (default 0.01)')
     parser.add_argument('--python-version', default='3.12', help='Python of the GPU machine (default 3.12)')
     parser.add_argument('--packages', nargs='*', default=PACKAGES, help=f'wheels (default {" ".join(PACKAGES)})')
     parser.add_argument('--limit-mib', type=float, default=45.0, help='size limit of all files (default 45)')
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def write_data(archive: Path, inputs: list[str], tokenizer: str, validation_fraction: str) -> int:
-    """Writes a data set of `maxlm.prepare` as an archive and returns the exit code.
+    """Writes a data set of `maxlm prepare` as an archive and returns the exit code.
 
     Shards are padded and texts repeat themselves, so the archive has a third of the size of the shards.
     """

@@ -1,4 +1,4 @@
-"""Measures the memory of `maxlm.hf`: export and import of a LLaMA-7B, each in a separate process.
+"""Measures the memory of `maxlm hf`: export and import of a LLaMA-7B, each in a separate process.
 
     python -m benchmarks.hf_memory [--num-layers=32] [--directory=DIR] [--output=FILE]
 

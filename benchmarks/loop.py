@@ -2,7 +2,7 @@
 
     python -m benchmarks.loop [--config=configs/tiny.py] [--config.section.key=value …] [--steps=N] [--output=FILE]
 
-`maxlm.train` runs with data, metrics, checkpoints and evaluation on text of Python's standard library. It runs with all
+`maxlm train` runs with data, metrics, checkpoints and evaluation on text of Python's standard library. It runs with all
 monitoring (TensorBoard, W&B offline, device statistics every second, samples) and without. The bare step is the same
 program in a separate process with batches on the device. The variants run in turns; results are medians over the
 rounds. If packages for data or checkpoints (grain, Orbax) are missing, only the bare step is measured.
@@ -66,7 +66,7 @@ START = {
 
 
 class Turn(NamedTuple):
-    """Seconds per step of a run of `maxlm.train` after the warm-up, and fractions of its time."""
+    """Seconds per step of a run of `maxlm train` after the warm-up, and fractions of its time."""
 
     step_seconds: float
     with_evaluation: float

@@ -72,6 +72,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-    # `maxlm.train` does this too.
+    # `maxlm train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.moments --data=DIR [--seeds=2] [--steps=400] [--config.section.key=value …] [--output=FILE]
 
-DIR is a data set of `maxlm.prepare`, such as data/ of launch/demo.sh. Prints the final validation loss of each run, its
+DIR is a data set of `maxlm prepare`, such as data/ of launch/demo.sh. Prints the final validation loss of each run, its
 difference from float32 moments with the same seed, and the spread over seeds, which indicates the noise.
 """
 

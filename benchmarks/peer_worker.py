@@ -69,7 +69,7 @@ def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
 
 
 def maxlm(config: Config) -> Run:
-    """Returns the step that `maxlm.train` compiles."""
+    """Returns the step that `maxlm train` compiles."""
     layout = make_layout(config.mesh, jax.devices()[:1])
     step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state = init_state(config, layout)

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     """Compiles the programs and rewrites the file after each."""
     parser = ArgumentParser(prog='benchmarks.plan_programs', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument('--target', help='as in maxlm.plan, e.g. h100:8 or v4:2x2x4')
+    parser.add_argument('--target', help='as in maxlm plan, e.g. h100:8 or v4:2x2x4')
     parser.add_argument('--add', action='append', default=[], help='a config and its overrides, with spaces between')
     parser.add_argument('--add-only', action='store_true', help='do not recompile the programs in the file')
     parser.add_argument('--output', type=Path, default=PROGRAMS, help=f'JSON file to write (default {PROGRAMS})')

@@ -3,7 +3,7 @@
     python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=3] [--output=FILE] [--figures=DIR]
 
 For each task and seed, runs the commands in the docstring of configs/TASK.py: writing problems, preparing the chats,
-`maxlm.train` with TASK:sft and `maxlm.grpo` with TASK:rl. Records the runs' evaluations on held-out problems and the
+`maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. Records the runs' evaluations on held-out problems and the
 wall time. Prints a table, plots the curves, and writes JSON with machine and versions after each run.
 """
 

@@ -1,6 +1,6 @@
 """Compares the server with Transformers: `python -m benchmarks.serve [--size=small|0.1b] [--output=FILE]`.
 
-A Llama with random weights is written in Transformers' format, served by `maxlm.serve`, and loaded by Transformers in a
+A Llama with random weights is written in Transformers' format, served by `maxlm serve`, and loaded by Transformers in a
 separate process. Both use float32 on all cores. 1, 8 and 32 clients send streaming requests over HTTP. A client sends
 the next prompt when its response is complete. Transformers gets the same prompts in batches of the two largest powers
 of two up to the number of clients, and its best batch size counts. A batch ends with its longest response.
@@ -133,7 +133,7 @@ def _best_batch(peer: Peer, prompts: list[list[int]], nums: list[int], clients: 
 
 
 class Server:
-    """`maxlm.serve` in a separate process, with additional options.
+    """`maxlm serve` in a separate process, with additional options.
 
     Attributes:
         address: host and port.

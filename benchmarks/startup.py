@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Prints the medians and writes them to a JSON file."""
     parser = ArgumentParser(prog='benchmarks.startup', allow_abbrev=False, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument('--data', required=True, type=PathOption(Kind.DIRECTORY), help='data set of maxlm.prepare')
+    parser.add_argument('--data', required=True, type=PathOption(Kind.DIRECTORY), help='data set of maxlm prepare')
     parser.add_argument('--config', default='configs/tiny.py', help='with a variant after a colon')
     parser.add_argument('--rounds', type=int, default=3, help='starts of each kind (default 3)')
     parser.add_argument('--output', type=Path, help='JSON file to write')

@@ -210,7 +210,7 @@ def measure(
         'peak_memory_bytes': memory.get('peak_bytes_in_use'),
         'compiled_memory_bytes': compiled.memory_bytes(),
         'compile_seconds': compiled.seconds,
-        # Prediction of maxlm.plan for this machine; null if the chip is unknown.
+        # Prediction of maxlm plan for this machine; null if the chip is unknown.
         'predicted_seconds': predicted if math.isfinite(predicted) else None,
         'predicted_memory_bytes': forecast.needed,
         'estimated_memory_bytes': estimate_memory(config, jax.default_backend(), capability).total,
@@ -371,6 +371,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-    # `maxlm.train` does this too.
+    # `maxlm train` does this too.
     disable_malloc_trim()
     sys.exit(exit_code(main, sys.argv[1:]))

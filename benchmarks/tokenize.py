@@ -1,4 +1,4 @@
-"""Compares the throughput of `maxlm.prepare` with that of the tokenizers library on the same cores.
+"""Compares the throughput of `maxlm prepare` with that of the tokenizers library on the same cores.
 
     python -m benchmarks.tokenize [--megabytes=60] [--rounds=3] [--output=FILE]
 

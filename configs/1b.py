@@ -1,6 +1,6 @@
 """GPT-2 with 0.76B parameters ("1B"): width 1536, 24 layers, 24 heads, 2048 learned positions, vocabulary 50 000.
 
-Command:   python -m maxlm.recipe --config=configs/1b.py text=TEXT
+Command:   maxlm recipe --config=configs/1b.py text=TEXT
            prepares TEXT, trains in runs/1b and exports the model to runs/1b/hf. With
            --config.checkpoint.remote_dir=gs://BUCKET/1b, checkpoints and the exported model are uploaded.
 Variants:  smoke: two narrow layers and 10 steps, to try the recipe on a CPU

@@ -1,10 +1,10 @@
 """Sums and products with 0.5M parameters: SFT on answers that often forget the carry, then GRPO to correct them.
 
 Command:   python -m examples.tasks arithmetic --output data/arithmetic
-           python -m maxlm.prepare --input data/arithmetic/chats.jsonl --format chat --chat-template chatml \
+           maxlm prepare --input data/arithmetic/chats.jsonl --format chat --chat-template chatml \
                --tokenizer bytes --pack-seq-len 64 --output data/arithmetic/chats
-           python -m maxlm.train --config=configs/arithmetic.py:sft --workdir=runs/arithmetic-sft
-           python -m maxlm.grpo --config=configs/arithmetic.py:rl --workdir=runs/arithmetic-rl
+           maxlm train --config=configs/arithmetic.py:sft --workdir=runs/arithmetic-sft
+           maxlm grpo --config=configs/arithmetic.py:rl --workdir=runs/arithmetic-rl
 Variants:  sft · rl, which starts from runs/arithmetic-sft · sft-5m and rl-5m, the same with 5M parameters in the
            workdirs runs/arithmetic-sft-5m and runs/arithmetic-rl-5m
 Hardware:  any CPU with 2 cores

@@ -1,6 +1,6 @@
 """Code models with the shapes of Llama and Code Llama, 6.7B to 69B parameters: pretraining, long context, instructions.
 
-Command:   python -m maxlm.recipe --config=configs/code.py:7b code=CODE chats=CHATS.jsonl prompts=TASKS.jsonl
+Command:   maxlm recipe --config=configs/code.py:7b code=CODE chats=CHATS.jsonl prompts=TASKS.jsonl
            prepares CODE with fill-in-the-middle, filters and deduplication, and trains four phases, each from the last
            one: runs/code-7b, runs/code-7b-long, runs/code-7b-instruct and runs/code-7b-rl, whose model is exported
 Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion parameters with sequences of 4096 tokens;

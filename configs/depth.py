@@ -3,7 +3,7 @@
 The remaining settings follow from the depth. Depth 24 has 0.68B parameters, depth 64 has 12.9B. The set-up that this
 config reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
-Command:   python -m maxlm.recipe --config=configs/depth.py:64 text=TEXT
+Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT
            prepares TEXT with one token per character, trains in runs/depth-64 and exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288 tokens. The

@@ -1,6 +1,6 @@
 """Llama models from 85M to 1.46B parameters for 8 × A100: a published series, trained on four weighted sources.
 
-Command:   python -m maxlm.recipe --config=configs/mix.py:xlarge source45=A source25=B source20=C source10=D
+Command:   maxlm recipe --config=configs/mix.py:xlarge source45=A source25=B source20=C source10=D
            prepares the four sources, each a path, a URL or a data set of the hub (hf:NAME), with one tokenizer, trains
            in runs/mix-xlarge and exports the model
 Variants:  tiny · small · medium · medium-large · large · xlarge

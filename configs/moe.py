@@ -1,7 +1,7 @@
 """Mixture-of-experts models from 8M to 31B parameters, of which each token uses a part.
 
-Command:   python -m maxlm.prepare --input=TEXT --output=data/moe --tokenizer=bpe:32000
-           python -m maxlm.train --config=configs/moe.py:8x1b --workdir=runs/moe-8x1b
+Command:   maxlm prepare --input=TEXT --output=data/moe --tokenizer=bpe:32000
+           maxlm train --config=configs/moe.py:8x1b --workdir=runs/moe-8x1b
 Variants:  tiny: configs/tiny.py with a shared expert and 4 experts, 1 per token, of half the feed-forward width each,
            so a token needs the same operations;
            8x1b: Llama 3.2 1B with 8 experts, 2 per token, each of the width of its feed-forward;

@@ -1,6 +1,6 @@
 """GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-Command:   python -m maxlm.recipe --config=configs/neox.py:production_8gpu text=TOKENS tokenizer=ids:50257:50256
+Command:   maxlm recipe --config=configs/neox.py:production_8gpu text=TOKENS tokenizer=ids:50257:50256
            prepares TOKENS (.npz, .npy, .bin), trains in runs/neox-production_8gpu and exports the model. Without
            tokenizer=, the input is text, on which a tokenizer is trained
 Variants:  test              published trial: 1000 steps of 2 sequences × 2 accumulation steps, the first five files

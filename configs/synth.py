@@ -1,10 +1,10 @@
 """One-line Python functions with 0.5M parameters: SFT on answers that are often wrong, then GRPO with unit tests.
 
 Command:   python -m examples.tasks synth --output data/synth
-           python -m maxlm.prepare --input data/synth/chats.jsonl --format chat --chat-template chatml \
+           maxlm prepare --input data/synth/chats.jsonl --format chat --chat-template chatml \
                --tokenizer bpe:400 --pack-seq-len 128 --output data/synth/chats
-           python -m maxlm.train --config=configs/synth.py:sft --workdir=runs/synth-sft
-           python -m maxlm.grpo --config=configs/synth.py:rl --workdir=runs/synth-rl
+           maxlm train --config=configs/synth.py:sft --workdir=runs/synth-sft
+           maxlm grpo --config=configs/synth.py:rl --workdir=runs/synth-rl
 Variants:  sft · rl, which starts from runs/synth-sft
 Hardware:  any CPU with 2 cores
 Time:      sft about 75 seconds, rl five minutes, with the sandbox (docs/posttraining.md)

@@ -1,6 +1,6 @@
 """A first model: 4 layers of width 256, trained on the data set in ./data.
 
-Command:   python -m maxlm.train --config=configs/tiny.py --workdir=runs/tiny
+Command:   maxlm train --config=configs/tiny.py --workdir=runs/tiny
 Hardware:  any CPU with 2 cores
 Time:      about three minutes
 Cost:      nothing

@@ -58,7 +58,7 @@ need_number() {
   esac
 }
 
-# find_option NAME ARGUMENT…: prints the value of an option of maxlm.train, or nothing if the option is missing.
+# find_option NAME ARGUMENT…: prints the value of an option of maxlm train, or nothing if the option is missing.
 find_option() {
   local name="$1"
   shift

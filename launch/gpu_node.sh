@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Trains on the GPUs of this node. To train on several nodes, start it on each node.
 #
-#   launch/gpu_node.sh [OPTION…] -- ARGUMENTS OF maxlm.train
+#   launch/gpu_node.sh [OPTION…] -- ARGUMENTS OF maxlm train
 #
 #   --nodes N --node-rank R    number of nodes, and rank of this node (0 to N-1)
 #   --coordinator HOST:PORT    a free port of node 0 that all nodes can reach; required with several nodes
 #   --min-nodes M              elastic run: after a node is lost, the run continues with M nodes or more, and a node that
 #                              starts this command joins. --nodes is the maximum. --node-rank and --coordinator are not
 #                              used. The nodes find each other in the workdir
-#   --address HOST --host-timeout SECONDS   options of maxlm.supervise for elastic runs
+#   --address HOST --host-timeout SECONDS   options of maxlm supervise for elastic runs
 #   --per-gpu                  one process per GPU instead of one process per node
 #   --gpus G                   number of GPUs to use (default: all)
 #   --platform cpu --devices D   a trial without GPUs: D virtual devices per process; with --per-gpu, --gpus is the
 #                              number of processes on this node
 #   --logs DIR                 log directory of all processes except the first (default: WORKDIR/logs, or logs if
 #                              WORKDIR is in a bucket)
-#   --max-failures K --backoff SECONDS   options of maxlm.supervise, which restarts the node
+#   --max-failures K --backoff SECONDS   options of maxlm supervise, which restarts the node
 #   --once                     no restarts, for schedulers that restart jobs themselves
-#   --monitor                  show the dashboard of maxlm.monitor on this terminal. Output of the run goes to node.log in
+#   --monitor                  show the dashboard of maxlm monitor on this terminal. Output of the run goes to node.log in
 #                              the log directory. After q, the script waits for the run; Ctrl-C then stops it
 #   --detach                   start a run that continues without this terminal, and return. Output goes to WORKDIR/logs;
 #                              `maxlm supervise --stop WORKDIR` saves and stops it
@@ -69,12 +69,12 @@ while [ $# -gt 0 ]; do
     --detach) detach=true ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
-    *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
+    *) refuse "unknown option $1; arguments of maxlm train come after --" ;;
   esac
   shift
 done
 if [ -n "$min_nodes" ] && $once; then
-  # maxlm.supervise has set the variables of the current generation of the elastic run.
+  # maxlm supervise has set the variables of the current generation of the elastic run.
   nodes="${MAXLM_NUM_PROCESSES:-$nodes}"
   node_rank="${MAXLM_PROCESS_ID:-$node_rank}"
   coordinator="${MAXLM_COORDINATOR:-$coordinator}"
@@ -89,7 +89,7 @@ need_number --grace "$grace"
 [ "$nodes" -ge 1 ] || refuse "--nodes=$nodes: give 1 or more"
 [ "$node_rank" -lt "$nodes" ] || refuse "--node-rank=$node_rank: with --nodes $nodes give 0 to $((nodes - 1))"
 workdir="$(find_workdir "$@")"
-[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
+[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm train come after --'
 case "$coordinator" in
   '') [ "$nodes" -eq 1 ] || { [ -n "$min_nodes" ] && ! $once; } || refuse "--coordinator is missing: with --nodes $nodes give HOST:PORT of node 0" ;;
   ?*:[0-9]*) need_number 'the port of --coordinator' "${coordinator##*:}" ;;
@@ -105,7 +105,7 @@ case "$platform" in
 esac
 
 if $detach; then
-  if $once; then refuse '--detach does not work with --once, because maxlm.supervise detaches the run'; fi
+  if $once; then refuse '--detach does not work with --once, because maxlm supervise detaches the run'; fi
   if $monitor; then refuse '--detach does not work with --monitor; run maxlm monitor WORKDIR afterwards'; fi
 fi
 
@@ -277,7 +277,7 @@ if $dry_run; then
 fi
 
 if $monitor; then
-  [ -t 1 ] || refuse '--monitor needs a terminal; run python -m maxlm.monitor WORKDIR in another one'
+  [ -t 1 ] || refuse '--monitor needs a terminal; run maxlm monitor WORKDIR in another one'
   watch_run
 fi
 if ! $once; then

@@ -24,7 +24,7 @@
 #   --internal-ips                    no public addresses; connects through Identity-Aware Proxy
 #   --network N --subnetwork S        VPC network and subnetwork of the machines
 #   --config C --workdir W            for run and up; W is a persistent directory that all workers can reach
-#   --config.KEY=VALUE                passed to maxlm.train; can be repeated
+#   --config.KEY=VALUE                passed to maxlm train; can be repeated
 #   --extra tpu,gcs                   extras of maxlm to install
 #   --poll SECONDS --backoff SECONDS  time between queries (30), and between attempts (60, doubled up to 900)
 #   --dry-run                         print the commands without running them
@@ -134,7 +134,7 @@ case "$command" in
 esac
 case "$command" in
   run | up)
-    [ -n "$config" ] || refuse '--config is missing: a config of maxlm.train'
+    [ -n "$config" ] || refuse '--config is missing: a config of maxlm train'
     [ -n "$workdir" ] || refuse '--workdir is missing: where the run is kept, such as gs://BUCKET/RUN, or /mnt/runs/RUN on a shared disk'
     case "$workdir" in
       gs://* | /*) ;;

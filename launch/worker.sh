@@ -3,7 +3,7 @@
 #
 #   launch/worker.sh install EXTRAS CHECKSUM    install into .venv and record the extras and the checksum
 #   launch/worker.sh installed EXTRAS CHECKSUM  exit with 0 if these extras and checksum are installed
-#   launch/worker.sh start -- COMMAND…          run under maxlm.supervise in the background, unless one is running
+#   launch/worker.sh start -- COMMAND…          run under maxlm supervise in the background, unless one is running
 #   launch/worker.sh follow                     print the log until the command ends
 #   launch/worker.sh status                     print one of: none, running, stopped, exit CODE, died
 #   launch/worker.sh stop                       send SIGTERM; training saves and exits

@@ -1,10 +1,13 @@
-"""Code blocks of the documentation."""
+"""Code blocks and commands of the documentation."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import re
 import shlex
 
+from maxlm.cli.commands import module_of
 from tests.conftest import ROOT
 
 # The site has further pages in the folders of docs/.
@@ -34,3 +37,13 @@ COMMAND = re.compile(r'(python -m|bash|\./launch|maxlm [a-z])')
 def as_module(words: list[str]) -> list[str]:
     """Returns the words of a command with `python -m maxlm.VERB` in place of `maxlm VERB`."""
     return ['python', '-m', f'maxlm.{words[1]}', *words[2:]] if words[0] == 'maxlm' else words
+
+
+@functools.cache
+def options_of(name: str, subcommand: str = '') -> frozenset[str]:
+    """Returns the options of a command of maxlm, or of one of its subcommands."""
+    parser = module_of(name).make_parser()
+    if subcommand:
+        (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = commands.choices[subcommand]
+    return frozenset(parser._option_string_actions)

@@ -1,4 +1,4 @@
-"""Supervises one host of an elastic run: `python -m tests.elastic_host OPTIONS -- ARGUMENTS OF maxlm.train`.
+"""Supervises one host of an elastic run: `python -m tests.elastic_host OPTIONS -- ARGUMENTS OF maxlm train`.
 
 The training process is forked, which saves the seconds of importing JAX. It waits before each batch, so that the run
 lasts as long as a test needs. The supervisor and the process form a process group, which a test can kill.

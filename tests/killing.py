@@ -1,4 +1,4 @@
-"""Repeatedly kills `maxlm.prepare` and compares the results: `python -m tests.killing DIR SEED [KILLS]`.
+"""Repeatedly kills `maxlm prepare` and compares the results: `python -m tests.killing DIR SEED [KILLS]`.
 
 Without KILLS, each stage is killed once; otherwise kills occur at random times. Runs are forked from a process that has
 imported all modules, because a new process spends most of its time on imports, which are not tested here.

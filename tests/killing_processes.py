@@ -4,7 +4,7 @@
 
 SIGKILL kills a process. SIGSTOP suspends it until the other process has exited. SIGTERM stops both processes; a second
 SIGTERM to a random process follows while they save. Writes the uninterrupted run to DIR/uninterrupted, and interrupted
-runs to DIR/0, 1, …. ARGUMENTS are those of `maxlm.train` without --workdir. Processes are forked, as in
+runs to DIR/0, 1, …. ARGUMENTS are those of `maxlm train` without --workdir. Processes are forked, as in
 `killing_training`.
 """
 
@@ -57,7 +57,7 @@ class Run:
                     'MAXLM_PROCESS_ID': str(number),
                 }
                 sys.argv = ['maxlm.train', *arguments, f'--workdir={workdir}']
-                # Raises SystemExit, so the process exits as with `python -m maxlm.train`.
+                # Raises SystemExit, so the process exits as with `maxlm train`.
                 train.run()
             self.pids.append(pid)
 

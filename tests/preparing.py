@@ -1,4 +1,4 @@
-"""Runs `maxlm.prepare` on small texts and reads the resulting data sets."""
+"""Runs `maxlm prepare` on small texts and reads the resulting data sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = ['alpha', 'beta', 'gamma', 'größe', '\r\n', '<|endoftext|>', '🙂']
 
 
 def run(*arguments: object) -> int:
-    """Runs `maxlm.prepare` and returns its exit code."""
+    """Runs `maxlm prepare` and returns its exit code."""
     return exit_code(prepare.main, [str(argument) for argument in arguments])
 
 

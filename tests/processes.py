@@ -1,6 +1,6 @@
 """Processes of one run on this machine; each has its own virtual CPU devices.
 
-`python -m tests.processes FAULT ARGUMENTS…` runs `maxlm.train`, where process 1 fails when it reads batch 3.
+`python -m tests.processes FAULT ARGUMENTS…` runs `maxlm train`, where process 1 fails when it reads batch 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replicas with a flipped bit.
 
-`python -m tests.replicas STEP ARGUMENTS…` runs `maxlm.train`, where process 1 flips a bit of a parameter after STEP.
+`python -m tests.replicas STEP ARGUMENTS…` runs `maxlm train`, where process 1 flips a bit of a parameter after STEP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A run of `maxlm.train` with known delays: `python -m tests.slow_training DIR ARGUMENTS…`.
+"""A run of `maxlm train` with known delays: `python -m tests.slow_training DIR ARGUMENTS…`.
 
 Trains in DIR/slow with slow data, steps, saves and evaluations. The run is killed twice, with a pause after each kill.
-ARGUMENTS are those of `maxlm.train` without --workdir. Attempts are forked from a process that has imported all
+ARGUMENTS are those of `maxlm train` without --workdir. Attempts are forked from a process that has imported all
 modules. Each attempt writes independently measured durations of its parts to DIR/truth.jsonl.
 """
 

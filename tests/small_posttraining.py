@@ -101,12 +101,12 @@ def make_prompts(directory: Path) -> None:
 
 
 def preference_arguments(start: Path, **overrides: Any) -> list[str]:
-    """Returns arguments of `maxlm.train` for DPO with the pairs in `start`."""
+    """Returns arguments of `maxlm train` for DPO with the pairs in `start`."""
     return _arguments({'data.path': start / 'data', 'train.init_from': start / 'sft', **PREFERENCES}, overrides)
 
 
 def grpo_arguments(start: Path, **overrides: Any) -> list[str]:
-    """Returns arguments of `maxlm.grpo` for the prompts in `start`."""
+    """Returns arguments of `maxlm grpo` for the prompts in `start`."""
     settings = {
         'model.vocab_size': 16,
         'data.seq_len': 24,

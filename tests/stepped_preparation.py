@@ -1,4 +1,4 @@
-"""`maxlm.prepare --stream` in a thread that writes one partition at a time, when the test allows it."""
+"""`maxlm prepare --stream` in a thread that writes one partition at a time, when the test allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User errors of `maxlm.train`: each is a one-line error, and leaves no files that disturb later runs."""
+"""User errors of `maxlm train`: each is a one-line error, and leaves no files that disturb later runs."""
 
 import json
 import os
@@ -102,7 +102,7 @@ def test_the_command_without_a_mistake_succeeds(finished):
 def test_an_empty_data_directory(data, workdir, refused):
     shutil.rmtree(data)
     data.mkdir()
-    refused(command(data, workdir), data, 'contains no data set', 'maxlm.prepare')
+    refused(command(data, workdir), data, 'contains no data set', 'maxlm prepare')
     assert not workdir.exists()
 
 

@@ -1,42 +1,15 @@
 """docs/migration.md: every config key, command and option of maxlm that its tables name exists."""
 
-import argparse
-import importlib
 import re
-from functools import cache
 
-import pytest
-
-from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import default, load
 from maxlm.errors import InputError
 from tests.conftest import ROOT
+from tests.documentation import options_of
 
 PAGE = (ROOT / 'docs/migration.md').read_text()
 # Other code in the column of maxlm: values, and forms of checkpoints.
 VALUES = {'dpo', 'grpo', '2', 'linear', 'WORKDIR@best', '--workdir', 'tokenizer.json', '--config.section.key=value'}
-
-
-class ParsedError(Exception):
-    """Carries the parser of a command."""
-
-
-@cache
-def options_of(module, verb=''):
-    """Returns the options of a command, or of one of its verbs."""
-
-    def keep(self, argv):
-        raise ParsedError(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ArgumentParser, 'parse_args', keep)
-        with pytest.raises(ParsedError) as caught:
-            importlib.import_module(module).main([])
-    (parser,) = caught.value.args
-    if verb:
-        (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-        parser = verbs.choices[verb]
-    return set(parser._option_string_actions)
 
 
 def named_code():
@@ -49,7 +22,7 @@ def problem_of(code):
     """Returns the reason why a piece of code is not part of maxlm, or ''."""
     if code in VALUES or (ROOT / code).is_file():
         return ''
-    if command := re.fullmatch(r'(maxlm\.\w+)((?: [a-z]\w*)?)((?: --[\w-]+)*)', code):
+    if command := re.fullmatch(r'maxlm (\w+)((?: [a-z]\w*)?)((?: --[\w-]+)*)', code):
         options = options_of(command[1], command[2].strip())
         return ', '.join(word for word in command[3].split() if word not in options)
     section, _, name = code.partition('.')
@@ -69,7 +42,7 @@ def test_named_keys_commands_and_options_exist(monkeypatch):
     assert {code: problem for code in codes if (problem := problem_of(code))} == {}
     # Negative controls.
     assert 'does not exist' in problem_of('train.epochs')
-    assert problem_of('maxlm.generate --max_new_tokens') == '--max_new_tokens'
+    assert problem_of('maxlm generate --max_new_tokens') == '--max_new_tokens'
     assert 'must be one of' in problem_of('model.dtype=bf16')
 
 

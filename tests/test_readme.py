@@ -17,7 +17,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
-from tests.documentation import PAGES, code_blocks, command_lines
+from tests.documentation import PAGES, code_blocks, command_lines, options_of
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 from tools.docs.structure_page import START
@@ -26,13 +26,29 @@ README = (ROOT / 'README.md').read_text()
 # The list of files in docs/structure.md quotes docstrings, which abbreviate commands.
 DOCS = '\n'.join([README, *(path.read_text().partition(START)[0] for path in PAGES)])
 BLOCKS = code_blocks(DOCS)
+TEXT = re.sub(r'^```.*?^```$', '', DOCS, flags=re.MULTILINE | re.DOTALL)
 
 
 def commands():
-    """Returns the commands of maxlm and of its scripts in code blocks and text, split into words."""
-    text = re.sub(r'^```.*?^```$', '', DOCS, flags=re.MULTILINE | re.DOTALL)
-    inline = re.findall(r'`((?:python -m |bash |\./launch)[^`]*)`', text)
+    """Returns the commands of maxlm and of its scripts in code blocks, and other commands in text, split into words."""
+    inline = re.findall(r'`((?:python -m |bash |\./launch)[^`]*)`', TEXT)
     return [*command_lines(DOCS), *(shlex.split(line, comments=True) for line in inline)]
+
+
+def unknown_options(text):
+    """Returns the options of `maxlm COMMAND --option …` in a text that the command does not have."""
+    unknown = []
+    for name, subcommand, rest in re.findall(r'`maxlm ([a-z]+)( [a-z-]+)?( [^`]*)?`', text):
+        known = options_of(name, subcommand.strip() if name in ('hf', 'checkpoints', 'configs') else '')
+        given = re.findall(r'(--[\w-]+)(?![\w.-])', rest.partition(' -- ')[0])
+        unknown += [f'{name}{subcommand} {option}' for option in given if option not in known]
+    return unknown
+
+
+def test_options_in_the_text_exist():
+    assert unknown_options(TEXT) == []
+    # Control: an option of another subcommand.
+    assert unknown_options('`maxlm hf import --checkpoint=x`') == ['hf import --checkpoint']
 
 
 class _ParsedError(Exception):

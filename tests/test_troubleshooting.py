@@ -1,6 +1,5 @@
 """docs/troubleshooting.md: every entry has its parts, and the quoted messages are those of the commands."""
 
-import importlib
 import json
 import re
 import shlex
@@ -8,6 +7,7 @@ import shlex
 import numpy as np
 import pytest
 
+from maxlm.cli.commands import module_of
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from tests.conftest import ROOT
@@ -35,8 +35,8 @@ QUICK = [name for name, lines in OUTPUTS.items() if lines[0].startswith('error: 
 def parse(command):
     """Returns the environment variables, the module and the arguments of a command."""
     words = shlex.split(command)
-    start = words.index('python')
-    return dict(word.split('=', 1) for word in words[:start]), words[start + 2], words[start + 3 :]
+    start = words.index('maxlm')
+    return dict(word.split('=', 1) for word in words[:start]), module_of(words[start + 1]), words[start + 2 :]
 
 
 def test_entries_have_their_parts():
@@ -44,7 +44,7 @@ def test_entries_have_their_parts():
     assert len(ENTRIES) == len(entries()) >= 30
     assert len(QUICK) >= 15
     # Negative control: an entry without a remedy.
-    assert not ENTRY.fullmatch('### A\n\nCheck:\n\n```\n$ python -m maxlm.plan\nerror: x\n```')
+    assert not ENTRY.fullmatch('### A\n\nCheck:\n\n```\n$ maxlm plan\nerror: x\n```')
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_quoted_errors(heading, folder, monkeypatch, capfd):
     variables, module, arguments = parse(COMMANDS[heading])
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert exit_code(importlib.import_module(module).main, arguments) == EXIT_BAD_INPUT
+    assert exit_code(module.main, arguments) == EXIT_BAD_INPUT
     (quoted,) = OUTPUTS[heading]
     error = capfd.readouterr().err
     assert contains(error, quoted), error
@@ -114,4 +114,4 @@ def test_commands_parse(monkeypatch):
     for command in COMMANDS.values():
         _, module, arguments = parse(command)
         with pytest.raises(ParsedError):
-            importlib.import_module(module).main(arguments)
+            module.main(arguments)

@@ -1,6 +1,6 @@
 """Writes chats for SFT and prompts for GRPO: `python -m examples.tasks arithmetic|synth --output DIR`.
 
-DIR/chats.jsonl is the input of `maxlm.prepare --format chat`. DIR/prompts.jsonl is for grpo.prompts, DIR/held_out.jsonl
+DIR/chats.jsonl is the input of `maxlm prepare --format chat`. DIR/prompts.jsonl is for grpo.prompts, DIR/held_out.jsonl
 for grpo.eval_prompts. No problem is in more than one file.
 """
 

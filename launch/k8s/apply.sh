@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Fills in a manifest of this directory and applies it with kubectl.
 #
-#   launch/k8s/apply.sh gpu --name N --image I --nodes N [OPTION…] -- ARGUMENTS OF maxlm.train
-#   launch/k8s/apply.sh tpu --name N --image I --accelerator A --topology T [OPTION…] -- ARGUMENTS OF maxlm.train
+#   launch/k8s/apply.sh gpu --name N --image I --nodes N [OPTION…] -- ARGUMENTS OF maxlm train
+#   launch/k8s/apply.sh tpu --name N --image I --accelerator A --topology T [OPTION…] -- ARGUMENTS OF maxlm train
 #
 #   --accelerator A          tpu-v4-podslice, tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice or tpu7x
 #   --topology T             topology of the slice, such as 4x4 or 2x2x4
@@ -64,7 +64,7 @@ while [ $# -gt 0 ]; do
     --render) render=true ;;
     --dry-run) dry_run=true ;;
     --) shift && break ;;
-    *) refuse "unknown option $1; arguments of maxlm.train come after --" ;;
+    *) refuse "unknown option $1; arguments of maxlm train come after --" ;;
   esac
   shift
 done
@@ -84,7 +84,7 @@ need_name --name "$name"
 [ -z "$secret" ] || need_name --secret "$secret"
 [ -z "$service_account" ] || need_name --service-account "$service_account"
 workdir="$(find_workdir "$@")"
-[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm.train come after --'
+[ -n "$workdir" ] || refuse '--workdir is missing; arguments of maxlm train come after --'
 if [ -n "$claim" ]; then
   [[ "$claim" =~ ^[a-z][-a-z0-9]*:/[A-Za-z0-9._/-]+$ ]] || refuse "--claim=$claim: give CLAIM:/MOUNT"
 fi

@@ -30,7 +30,7 @@ class Run:
         self.workdir = os.fspath(workdir)
         self._reader = HistoryReader(self.workdir)
         if not self.history.has_started:
-            raise InputError(f'{self.workdir}: no run has started here; choose a workdir of maxlm.train')
+            raise InputError(f'{self.workdir}: no run has started here; choose a workdir of maxlm train')
 
     @property
     def history(self) -> RunHistory:

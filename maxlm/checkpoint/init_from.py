@@ -269,7 +269,7 @@ def _check_adapters(
     if not there:
         return
     rank = next((has[name].shape[-1] for name in there if name.endswith(ADAPTERS[0])), 0)
-    merge = f'merge them with `python -m maxlm.checkpoints merge --checkpoint={path.parent} --output=WORKDIR`'
+    merge = f'merge them with `maxlm checkpoints merge --checkpoint={path.parent} --output=WORKDIR`'
     if not model.lora_rank:
         raise InputError(
             f'{path}: the checkpoint has adapters, but the config has none; {merge}, or set model.lora_rank={rank}'

@@ -58,7 +58,7 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     if not steps:
         raise InputError(
             f'{display_path(checkpoint)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; choose a workdir '
-            'of maxlm.train'
+            'of maxlm train'
         )
     if not wanted:
         return CheckpointRef(workdir, steps)

@@ -376,7 +376,7 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
             return directory
     folder, steps = directory / CHECKPOINTS_DIR, saved_steps(directory)
     if not steps:
-        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; choose a workdir of maxlm.train')
+        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; choose a workdir of maxlm train')
     if not wanted:
         return folder / str(steps[-1])
     if wanted == BEST:

@@ -160,7 +160,7 @@ class StreamedArray:
 def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) -> None:
     """Writes parameters as a step without optimizer state. Arrays are read and written one after the other.
 
-    The step becomes visible when it is complete. An error or Ctrl-C removes an incomplete step. `maxlm.train` can
+    The step becomes visible when it is complete. An error or Ctrl-C removes an incomplete step. `maxlm train` can
     start a run from it if its number is 0. Use it in one process only.
 
     Args:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from maxlm.config.renames import OPTIONS, report_renamed
 from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import InputError, surrogate_in
-from maxlm.config.renames import OPTIONS, report_renamed
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 _REPEATED = re.compile(r'argument (\S+): =')
@@ -99,12 +99,12 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and keeps the lines of those with indented lines, such as examples."""
+    """Wraps paragraphs, and keeps the lines of examples and of indented paragraphs."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.strip('\n').split('\n\n')
         fill = super()._fill_text
-        return '\n\n'.join(part if '\n ' in f'\n{part}' else fill(part, width, indent) for part in paragraphs)
+        parts = text.strip('\n').split('\n\n')
+        return '\n\n'.join(part if part.startswith((' ', 'example')) else fill(part, width, indent) for part in parts)
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -62,7 +62,7 @@ ArchitectureName = Literal[
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    # Directory written by `maxlm.prepare --output`, or a copy of it in a bucket (gs://…, s3://…). A dataset of the
+    # Directory written by `maxlm prepare --output`, or a copy of it in a bucket (gs://…, s3://…). A dataset of the
     # Hugging Face hub (hf:NAME[:CONFIG][@REVISION][#SPLIT]) is prepared in the background while the run trains.
     path: Annotated[str, PathOption(Kind.DIRECTORY, ANY)] = 'data'
     # Several data directories with weights, instead of data.path: (('data/web', 0.7), ('data/code', 0.3)). 'DIR#SOURCE'
@@ -71,7 +71,7 @@ class DataConfig:
     # Other weights of data.sources at the start of the run, each with the fraction of the steps at which it ends:
     # (((0.7, 0.3), 0.8),). A weight of 0 leaves a source out.
     sources_schedule: tuple = ()
-    # Tokenizer for data of the Hugging Face hub, as in `maxlm.prepare --tokenizer`: a tokenizer.json, hf:NAME, bpe:N …
+    # Tokenizer for data of the Hugging Face hub, as in `maxlm prepare --tokenizer`: a tokenizer.json, hf:NAME, bpe:N …
     tokenizer: Annotated[str, PathOption(may_be_empty=True)] = ''
     # Number of epochs over a source of data.sources above which the run warns at the start. Up to 4 epochs are nearly
     # as good as new text (Muennighoff et al. 2023, "Scaling Data-Constrained Language Models").
@@ -161,7 +161,7 @@ class TrainConfig:
     # with 0.1.
     mtp_loss_weight: WeightAbove0 = 0.3
     # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
-    # section grpo, for maxlm.grpo).
+    # section grpo, for maxlm grpo).
     objective: Literal['next_token', 'dpo', 'grpo'] = 'next_token'
     # Loss of your own for the next token, package.module:function: (logits, targets) → loss of each target; '' =
     # cross-entropy. Evaluation always computes the cross-entropy.

@@ -13,9 +13,8 @@ from maxlm.config.keys import declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.user_function import is_function_name
-from maxlm.config.validation_architecture import check_architecture, check_experts
-from maxlm.config.validation_losses import check_distill, check_mtp
-from maxlm.config.validation_rl import check_adapters, check_dpo, check_trained
+from maxlm.config.validation_architecture import check_architecture, check_experts, check_mtp
+from maxlm.config.validation_rl import check_adapters, check_distill, check_dpo, check_trained
 from maxlm.errors import InputError
 
 # Exactly one key of each group must be set.

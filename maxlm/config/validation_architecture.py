@@ -207,3 +207,17 @@ def check_experts(config: Config) -> None:
             f'model.expert_capacity_factor={model.expert_capacity_factor:g} is per sequence, so it does not support '
             f'mesh.context={mesh.context}; set model.expert_capacity_factor=0 or mesh.context=1'
         )
+
+
+def check_mtp(config: Config) -> None:
+    """Checks that the objective trains the modules of multi-token prediction, if the model has any.
+
+    Raises:
+        InputError: the objective does not use them.
+    """
+    depth, objective = config.model.mtp_depth, config.train.objective
+    if depth and objective != 'next_token':
+        raise InputError(
+            f'model.mtp_depth={depth} with train.objective={objective}: only next_token trains the modules of '
+            'multi-token prediction; set model.mtp_depth=0 (a checkpoint in train.init_from may contain modules)'
+        )

@@ -1,4 +1,4 @@
-"""Validates and completes the config keys of post-training: LoRA, frozen parameters, DPO and GRPO."""
+"""Validates and completes the config keys of post-training: LoRA, frozen parameters, distillation, DPO and GRPO."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def with_grpo_defaults(config: Config) -> Config:
 
 
 def check_grpo(config: Config) -> None:
-    """Checks the config of a maxlm.grpo run.
+    """Checks the config of a maxlm grpo run.
 
     Raises:
         InputError: a required key is missing, or some keys are inconsistent.
@@ -161,7 +161,7 @@ def check_grpo(config: Config) -> None:
     grpo, train, window = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
         raise InputError(
-            f'train.objective={train.objective}: maxlm.grpo requires train.objective=grpo; set it, or use maxlm.train'
+            f'train.objective={train.objective}: maxlm grpo requires train.objective=grpo; set it, or use maxlm train'
         )
     required = {
         'train.init_from': train.init_from,
@@ -171,7 +171,7 @@ def check_grpo(config: Config) -> None:
     if missing := {key: value for key, value in required.items() if not value}:
         found = ', '.join(f'{key}={value!r}' for key, value in missing.items())
         values = 'a value' if len(missing) == 1 else 'values'
-        raise InputError(f'{found}: maxlm.grpo requires {values}; set {" and ".join(missing)}')
+        raise InputError(f'{found}: maxlm grpo requires {values}; set {" and ".join(missing)}')
     if config.eval.interval and not grpo.eval_prompts:
         raise InputError(
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
@@ -221,7 +221,7 @@ def check_grpo(config: Config) -> None:
     ):
         if value != wanted:
             raise InputError(
-                f'{key}={value!r}: not supported by maxlm.grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
+                f'{key}={value!r}: not supported by maxlm grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
             )
 
 
@@ -233,3 +233,35 @@ _WHY_NOT = {
     'train.dollars': ', and set train.num_steps or train.num_epochs instead',
     'train.num_tokens': ', and set train.num_steps or train.num_epochs instead',
 }
+
+
+def check_distill(config: Config) -> None:
+    """Checks that the loss is the cross-entropy, to which distillation adds a term, if there is a teacher.
+
+    Raises:
+        InputError: the run has another loss, or two teachers, or data that stored logits do not fit.
+    """
+    distill, train, data = config.distill, config.train, config.data
+    key = 'distill.teacher' if distill.teacher else 'distill.logits_dir'
+    name = f'{key}={distill.teacher or distill.logits_dir}'
+    if not (distill.teacher or distill.logits_dir):
+        return
+    if train.objective != 'next_token':
+        raise InputError(
+            f'{name} with train.objective={train.objective}: only next_token can be distilled; set '
+            f"train.objective=next_token, or {key}=''"
+        )
+    if train.loss:
+        raise InputError(
+            f'{name} with train.loss={train.loss}: distillation is a part of the cross-entropy loss; set '
+            f"train.loss='', or {key}=''"
+        )
+    if not distill.logits_dir:
+        return
+    if distill.teacher:
+        raise InputError(f'{name} with distill.logits_dir={distill.logits_dir}: set only one of them')
+    for other, value in (('data.sources', data.sources), ('data.seq_len_schedule', data.seq_len_schedule)):
+        if value:
+            raise InputError(
+                f'{other}={value!r} with {name}: stored logits are those of the windows of data.path; set {other}=()'
+            )

@@ -80,7 +80,7 @@ def _open_benchmarks(names: Sequence[str], limit: int | None) -> Benchmarks:
     if generative:
         raise InputError(
             f'eval.tasks: {", ".join(generative)} generates text, which requires a key-value cache in addition to the '
-            f'training state; use log-likelihood tasks here, and run this one with maxlm.evaluate'
+            f'training state; use log-likelihood tasks here, and run this one with maxlm evaluate'
         )
     return benchmarks
 

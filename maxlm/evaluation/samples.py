@@ -156,7 +156,7 @@ class Samples:
             kernel_DV = model.output_kernel().astype(hidden_BD.dtype)
             logits_BV = jnp.dot(hidden_BD, kernel_DV, preferred_element_type=jnp.float32)
             logits_BV = layout.constrain(softcap(logits_BV, cap), ('activation',) * 2)
-            # The keys equal those of the engine's first sample, so `maxlm.generate --seed=0` generates the same text.
+            # The keys equal those of the engine's first sample, so `maxlm generate --seed=0` generates the same text.
             keys_B = sampling_keys(jnp.full(B, SEED, jnp.uint32), jnp.zeros(B, jnp.uint32), length_B - 1)
             token_B = sample(logits_BV[:, : self._tokenizer.vocab_size], keys_B, TEMPERATURE)
             return tokens_BT.at[jnp.arange(B), length_B].set(token_B), length_B + 1

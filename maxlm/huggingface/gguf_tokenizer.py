@@ -91,7 +91,7 @@ def vocabulary(text: str, vocab_size: int, source: str) -> Vocabulary:
     model = tokenizer['model']
     if model['type'] != 'BPE':
         raise InputError(
-            f'{source}: the tokenizer type is {model["type"]}, but GGUF export supports only BPE (maxlm.prepare '
+            f'{source}: the tokenizer type is {model["type"]}, but GGUF export supports only BPE (maxlm prepare '
             '--tokenizer=bytes or bpe:N, and the tokenizers of most models); export the model for Transformers instead'
         )
     if model.get('byte_fallback'):

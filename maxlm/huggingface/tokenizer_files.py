@@ -137,7 +137,7 @@ def files_for_import(directory: Path) -> ImportedFiles:
         how = '; create one with AutoTokenizer.from_pretrained(…).save_pretrained(…) of Transformers' if found else ''
         return ImportedFiles(files, f'{directory} {has}, which generate and evaluate need{how}', {})
     try:
-        # Serialized as by maxlm.prepare, so that data prepared with this tokenizer is recognized.
+        # Serialized as by maxlm prepare, so that data prepared with this tokenizer is recognized.
         tokenizer = Tokenizer.load(path)
         files[TOKENIZER] = tokenizer.to_json().encode()
         # config.json is not copied, and it can name ends of text.

@@ -43,7 +43,7 @@ def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
     """
     if tokenizer.infill_ids is None:
         raise InputError(
-            'the tokenizer has no fill-in-the-middle tokens; use a model trained with maxlm.prepare --fim-rate'
+            'the tokenizer has no fill-in-the-middle tokens; use a model trained with maxlm prepare --fim-rate'
         )
     (prefix_ids,), (suffix_ids,) = tokenizer.encode_batch([prefix]), tokenizer.encode_batch_inside([suffix])
     prefix_id, middle_id, suffix_id = tokenizer.infill_ids
@@ -69,7 +69,7 @@ def chat_prompt(
         if model.chat is None:
             raise InputError(
                 f'{model.tokenizer_path.parent} has no usable {CHAT_TEMPLATE}; use a model trained on conversations '
-                f'(maxlm.prepare --format=chat) or imported with a chat template'
+                f'(maxlm prepare --format=chat) or imported with a chat template'
             )
         return model.chat.encode_prompt(turns, tools=tools).tolist()
     except ValueError as error:

@@ -82,7 +82,7 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
     if model.lora_rank:
         raise InputError(
             f'{source}: the model has adapters (model.lora_rank={model.lora_rank}); merge them first with '
-            f'maxlm.checkpoints merge'
+            f'maxlm checkpoints merge'
         )
     # Quantized kernels are multiplied in the compute dtype; they cannot be quantized again for the matmul.
     model = dataclasses.replace(

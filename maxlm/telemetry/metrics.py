@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from maxlm.log import logger
 from maxlm.config.renames import current_metrics
+from maxlm.log import logger
 from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.workdir.files import EXPERT_LOADS_FILE, METRICS_FILE, SAMPLES_FILE
 
@@ -132,7 +132,7 @@ METRICS: dict[str, Metric] = {
     ),
     'eval/length': Metric('tokens', 'GRPO: mean length of the greedy responses'),
     'eval/loss/*': Metric('nats/token', 'eval/loss over the tokens of one source'),
-    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as by maxlm.evaluate, e.g. arc_easy/acc'),
+    'eval/tasks/*': Metric('', 'metric of a benchmark in eval.tasks, named as by maxlm evaluate, e.g. arc_easy/acc'),
     'eval/tokens/*': Metric('tokens', 'target tokens of one source in the evaluation'),
     'data/fraction/*': Metric('', 'fraction of all windows so far that are from one source'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
@@ -319,7 +319,7 @@ SECTIONS = {
     'train': 'The training step. Written every `train.log_every` steps',
     'eval': 'An evaluation. Written every `eval.interval` steps, `eval/tasks` every `eval.tasks_interval` steps',
     'data': 'The training data. Written with the metrics of the training step',
-    'rollout': 'A rollout of `maxlm.grpo`. Written before the first step that trains on its responses',
+    'rollout': 'A rollout of `maxlm grpo`. Written before the first step that trains on its responses',
     'perf': 'Throughput and durations. Written with the metrics of the training step',
     'memory': 'Device memory. Written with the metrics of the training step',
     'cost': 'Time and money. Written with the metrics of the training step',

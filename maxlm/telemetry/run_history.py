@@ -1,4 +1,4 @@
-"""Reads the history of a run from its workdir, for `maxlm.monitor` and `maxlm.report`.
+"""Reads the history of a run from its workdir, for `maxlm monitor` and `maxlm report`.
 
 Truncated, corrupt or missing files in a workdir are reported as notes and not raised.
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.config.loading import from_json
+from maxlm.config.renames import current_metrics
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
-from maxlm.config.renames import current_metrics
 from maxlm.storage.download_tree import list_tree
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import Entry, display_path, is_url, list_directory, read_bytes
@@ -134,7 +134,7 @@ class HistoryReader:
         config = self._read_config(entries.get(CONFIG), notes)
         if config is None and entries and not any(name in entries for name in RUN_FILES):
             raise InputError(
-                f'{display_path(self._workdir)}: not a workdir of maxlm.train: it contains no {CONFIG}; give the '
+                f'{display_path(self._workdir)}: not a workdir of maxlm train: it contains no {CONFIG}; give the '
                 'workdir of a run'
             )
         by_process: dict[str, dict[int, JsonlTail]] = {GOODPUT: {}, DEVICES: {}}
@@ -171,7 +171,7 @@ class HistoryReader:
         try:
             return {entry.name: entry for entry in list_directory(self._workdir)}
         except StorageError as error:
-            raise InputError(f'{error}; give a workdir of maxlm.train') from error
+            raise InputError(f'{error}; give a workdir of maxlm train') from error
 
     def _tail_file(self, name: str, entries: dict[str, Entry], notes: list[str]) -> JsonlTail:
         if name not in self._tails:

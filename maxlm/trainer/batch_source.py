@@ -319,7 +319,7 @@ class TextBatches:
 def open_text(config: Config, stack: contextlib.ExitStack) -> tuple[TextBatches, int]:
     """Opens the data set of a config; see `maxlm.trainer.run.OpenSource`."""
     if config.train.objective == 'grpo':
-        raise InputError('train.objective=grpo: not supported by maxlm.train; use `python -m maxlm.grpo`')
+        raise InputError('train.objective=grpo: not supported by maxlm train; use `maxlm grpo`')
     if hub_entries(config.data):
         _prepare_hub(config, stack)
     corpus = open_training_data(config.data, with_sources=config.metrics.per_source_loss)

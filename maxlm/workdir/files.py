@@ -121,7 +121,7 @@ def read_config(workdir: Path) -> Config:
         is_remote = is_url(str(path))
         return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm.train') from error
+        raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f'{path}: not a valid config of this version of maxlm ({error}); use the version that wrote it'

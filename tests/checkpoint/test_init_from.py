@@ -198,7 +198,7 @@ def test_adapters_are_restored(make, start):
 
 def test_rejected_adapters(make, start):
     origin, _ = make(**UNTIED, **LORA)
-    merge = f'`python -m maxlm.checkpoints merge --checkpoint={origin}/checkpoints/7 --output=WORKDIR`'
+    merge = f'`maxlm checkpoints merge --checkpoint={origin}/checkpoints/7 --output=WORKDIR`'
     refusal(start, origin, merge, 'model.lora_rank=2', **UNTIED)
     refusal(start, origin, merge, 'of rank 2', 'model.lora_rank=4', **UNTIED, model__lora_rank=4)
     refusal(start, origin, merge, 'model.lora_alpha=16', 'has 8', **UNTIED, **LORA, model__lora_alpha=8.0)

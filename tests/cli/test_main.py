@@ -1,18 +1,22 @@
-"""`maxlm VERB`: finding verbs, suggesting the nearest one, and help texts."""
+"""`maxlm COMMAND`: finding commands, suggesting the nearest one, help texts, and `python -m maxlm.COMMAND`."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
+import maxlm
 from maxlm import __main__
 from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, InputError, exit_code
 from tests.conftest import ROOT
+
+GROUPS = {command.group for command in COMMANDS.values()}
 
 
 @pytest.fixture
@@ -118,9 +122,33 @@ def test_help_has_an_example_that_parses(verb, capsys, monkeypatch):
             module.main(['--nonsense', *shlex.split(command.partition('`')[0])])
 
 
+def test_the_version(run):
+    assert run('--version') == (0, f'maxlm {maxlm.__version__}\n', '')
+
+
 def test_every_command_module_is_listed():
-    modules = {path.stem for path in (ROOT / 'maxlm').glob('*.py') if '\ndef run(' in path.read_text()}
-    assert modules == set(COMMANDS)
+    files = {path.stem: path for group in GROUPS for path in (ROOT / 'maxlm/cli' / group).glob('[!_]*.py')}
+    assert {*files} == {*COMMANDS}
+    for name, path in files.items():
+        # `python -m maxlm.NAME` runs the same file.
+        assert find_spec(f'maxlm.{name}').origin == module_of(name).__file__ == str(path)
+        assert path.read_text().endswith(f"\n\n\nif __name__ == '__main__':\n    run({name!r})\n")
+    # Control: other modules of `maxlm.cli` are not in `maxlm`.
+    assert find_spec('maxlm.process') is None
+
+
+def test_as_a_module_the_command_runs_in_its_package():
+    """Tests that the state of the modules of a command exists once."""
+    program = (
+        'import runpy, sys\n'
+        "sys.argv = ['train', '--help']\n"
+        'try:\n'
+        "    runpy.run_module('maxlm.train', run_name='__main__', alter_sys=True)\n"
+        'except SystemExit:\n'
+        "    print([name for name in sys.modules if name.startswith('maxlm.') and name.endswith('train')])\n"
+    )
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['maxlm.cli.runs.train']"
 
 
 @pytest.mark.multiprocess

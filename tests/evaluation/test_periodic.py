@@ -1,4 +1,4 @@
-"""Tests benchmarks at intervals during a run, against `maxlm.evaluate` afterwards."""
+"""Tests benchmarks at intervals during a run, against `maxlm evaluate` afterwards."""
 
 import importlib.util
 import json

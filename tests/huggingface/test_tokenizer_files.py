@@ -146,7 +146,7 @@ def test_files_of_an_import(model_directory):
     files, remark, _ = files_for_import(model_directory)
     assert set(files) == {*EXPORT_FILES, 'tokenizer.json', 'text_boundaries.json'}
     assert remark == ''
-    # The tokenizer is stored in the format of maxlm.prepare, whatever the format of the file.
+    # The tokenizer is stored in the format of maxlm prepare, whatever the format of the file.
     path = model_directory / 'tokenizer.json'
     path.write_text(json.dumps(json.loads(path.read_text())))
     assert path.read_bytes() != files['tokenizer.json']

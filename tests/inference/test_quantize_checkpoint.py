@@ -309,7 +309,7 @@ def test_refusals(plain, quantized, tmp_path):
     config = read_config(workdir)
     model = dataclasses.replace(config.model, lora_rank=2)
     (adapted / CONFIG).write_text(to_json(dataclasses.replace(config, model=model)))
-    refuse(['model.lora_rank=2', 'maxlm.checkpoints merge'], lambda: run(adapted))
+    refuse(['model.lora_rank=2', 'maxlm checkpoints merge'], lambda: run(adapted))
 
 
 def test_a_nonfinite_kernel_is_reported(plain, tmp_path):

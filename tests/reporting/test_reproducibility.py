@@ -12,7 +12,7 @@ def with_command(run, *words):
 
 def test_command_config_and_versions(run_of):
     text = section('reproduce', run_of('finished'))
-    assert 'python -m maxlm.train --config=configs/tiny.py --workdir=finished' in text
+    assert 'maxlm train --config=configs/tiny.py --workdir=finished' in text
     assert 'commit 0123456789abcdef0123456789abcdef01234567.' in text
     assert '<td class="t">model.vocab_size</td><td class="t">0</td><td class="t">512</td>' in text
     assert '<td class="t">jax</td><td class="t">0.12.0</td>' in text

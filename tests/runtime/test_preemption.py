@@ -133,7 +133,7 @@ def test_notice_reaches_other_processes_as_sigterm(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
-# Behaves like `maxlm.train`: it gets a second signal during the save and a third after the loop.
+# Behaves like `maxlm train`: it gets a second signal during the save and a third after the loop.
 PROGRAM = """
 import atexit, os, signal, sys
 from maxlm.cli.process import run_command

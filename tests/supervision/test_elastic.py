@@ -27,7 +27,7 @@ GENERATION = r'generation (\d+): rank (\d+) of (\d+) hosts'
 TIMEOUT = 4
 # Seconds for a training process to start on such a machine.
 PATIENCE = 240
-# Like `maxlm.train`, it exits with 75 after SIGTERM. It also exits if the file `end` exists, and rank 0 then exits with
+# Like `maxlm train`, it exits with 75 after SIGTERM. It also exits if the file `end` exists, and rank 0 then exits with
 # the code in it. Rank 0 also exits with the code in the file `once`, and removes the file.
 COMMAND = """
 import os, pathlib, signal, sys, time

@@ -20,7 +20,7 @@ from tools.docs.structure_page import START, sections
 @pytest.mark.parametrize('name', PAGES)
 def test_committed_pages_are_current(name, monkeypatch):
     # tests/conftest.py replaces the directory, which the help of `maxlm plan` names.
-    monkeypatch.setattr('maxlm.plan.CACHE', '~/.cache/maxlm/gpu-compiler')
+    monkeypatch.setattr('maxlm.cli.setup.plan.CACHE', '~/.cache/maxlm/gpu-compiler')
     assert (DOCS / name).read_text() == PAGES[name](), 'write it with: python -m tools.docs'
 
 

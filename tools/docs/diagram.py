@@ -12,7 +12,7 @@ from maxlm.cli.commands import COMMANDS
 ROOT = Path(__file__).parents[2]
 # Name and first package of each layer, from the lowest. A layer ends before the first package of the next one.
 LAYERS = (
-    ('Foundation', 'renames'),
+    ('Foundation', 'errors'),
     ('Machines and files', 'hardware'),
     ('Data and training', 'data'),
     ('Runs and formats', 'telemetry'),

@@ -16,7 +16,7 @@ class DistillConfig:
     # bucket (gs://). Its size and architecture may differ from those of the run, but its tokenizer must be the same.
     # '' = no distillation.
     teacher: CheckpointPath = ''
-    # Directory that maxlm.distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
+    # Directory that maxlm distill wrote for data.path: the most likely tokens of a teacher, which then does not run in
     # the step. '' = none.
     logits_dir: Annotated[str, PathOption(Kind.DIRECTORY, may_be_empty=True)] = ''
     # Share of the distillation loss in the objective; the rest is the cross-entropy (Hinton et al. 2015, "Distilling

@@ -207,7 +207,7 @@ class ModelConfig:
     # Matrix products of the blocks' projections: default (in the compute dtype) | fp8 (8-bit floats in forward and
     # backward pass: maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
     matmul_precision: Annotated[Literal['default', 'fp8'], Renamed('matmul')] = 'default'
-    # Storage of the blocks' kernels: float (float32) | int8 | int4 | fp8, as written by maxlm.quantize
+    # Storage of the blocks' kernels: float (float32) | int8 | int4 | fp8, as written by maxlm quantize
     # (maxlm/model/layers/weight_only_quantization.py). Training with int8, int4 or fp8 requires lora_rank and quantizes
     # the kernels of train.init_from (Dettmers et al. 2023, "QLoRA").
     weight_quantization: Annotated[str, Choices(('float', *QUANTIZATION_GROUPS)), Renamed('weights')] = 'float'

@@ -95,4 +95,4 @@ def reason_of(error: Exception) -> str:
 
 def remedy(path: Path) -> str:
     """Returns the remedy for a data set in directory `path` that is damaged or incomplete."""
-    return f'copy {path} again, or run maxlm.prepare again with another --output'
+    return f'copy {path} again, or run maxlm prepare again with another --output'

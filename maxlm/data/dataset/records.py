@@ -235,7 +235,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f'{path} contains no data set ({MANIFEST_NAME} is missing); create one with '
-            f'`python -m maxlm.prepare --input … --output {path}`'
+            f'`maxlm prepare --input … --output {path}`'
         ) from None
     except OSError as error:
         raise InputError(f'{manifest}: {os_message(error)}; {remedy(path)}') from error

@@ -134,11 +134,11 @@ class _Corpus:
             signatures = Signatures.load(path)
             if identities is not None and signatures.identity != identities[number]:
                 raise InputError(
-                    f'{path} is stale: it was made from other input; delete it and run maxlm.prepare again'
+                    f'{path} is stale: it was made from other input; delete it and run maxlm prepare again'
                 )
             if need_slots and signatures.slots is None:
                 raise InputError(
-                    f'{path} contains only hashes of exact duplicates; delete it and run maxlm.prepare again'
+                    f'{path} contains only hashes of exact duplicates; delete it and run maxlm prepare again'
                 )
             counts.append(len(signatures.exact))
         self._starts = np.append(0, np.cumsum(counts, dtype=np.int64))

@@ -105,10 +105,10 @@ class Signatures:
                 raise ValueError(f'its format is {head["format"]}, but must be {_format()}')
             return cls(exact, slots if head['near'] else None, name_bytes, name_ends, head['identity'])
         except OSError as error:
-            raise InputError(f'{path}: {os_message(error)}; delete it and run maxlm.prepare again') from error
+            raise InputError(f'{path}: {os_message(error)}; delete it and run maxlm prepare again') from error
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f'{path} contains no valid signatures ({error}); delete it and run maxlm.prepare again'
+                f'{path} contains no valid signatures ({error}); delete it and run maxlm prepare again'
             ) from error
 
 

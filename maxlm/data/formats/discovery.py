@@ -194,7 +194,7 @@ def _refuse_unread(entries: Collection[Entry]) -> None:
 
 def _as_dataset(directory: str) -> str:
     if is_url(directory):
-        return 'copy it to a disk with maxlm.fetch and give hf:DIRECTORY'
+        return 'copy it to a disk with maxlm fetch and give hf:DIRECTORY'
     return f'give {hf_datasets.PREFIX}{directory}'
 
 

@@ -22,7 +22,7 @@ from maxlm.storage.regular_files import read_text
 END_SECONDS = 10.0
 # Name of the file with the dataset and the commit that a directory is prepared from.
 PINNED_NAME = 'hub.txt'
-# Runs maxlm.prepare until its input is closed. This also happens if the run is killed.
+# Runs maxlm prepare until its input is closed. This also happens if the run is killed.
 _PREPARE = """
 import os, runpy, signal, sys, threading
 

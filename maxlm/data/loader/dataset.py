@@ -157,7 +157,7 @@ class TrainingData:
         for part, source in zip(weighted_sources, self.sources, strict=True):
             if not len(part.windows):
                 raise InputError(
-                    f'{source.display_name}: the train split is empty; prepare more text with maxlm.prepare'
+                    f'{source.display_name}: the train split is empty; prepare more text with maxlm prepare'
                 )
         orders = [
             # The seed depends on the source, so that sources of the same size have different orders.
@@ -211,7 +211,7 @@ class TrainingData:
         weighted_sources = self._weighted_sources('validation')
         if not any(len(part.windows) for part in weighted_sources):
             raise InputError(
-                f'{self.sources[0].display_name}: the validation split is empty; prepare more text with maxlm.prepare'
+                f'{self.sources[0].display_name}: the validation split is empty; prepare more text with maxlm prepare'
             )
         return Batches(
             weighted_sources,

@@ -102,7 +102,7 @@ class GrowingBatches:
             if stopped and stopped in growing_paths(self._corpus):
                 raise InputError(
                     f'step {step + 1} needs more data, but the preparation of {stopped} {stop_reason(stopped)}; '
-                    'run the same command again, after restarting maxlm.prepare if you started it yourself'
+                    'run the same command again, after restarting maxlm prepare if you started it yourself'
                 )
             if hooks:
                 before, progress = progress, self._progress()

@@ -129,10 +129,10 @@ def _open_local(directory: Path, on_warning: OnWarning, owner: str = '') -> Open
         time.sleep(POLL_SECONDS)
     if not manifest_version(directory) and not preparing:
         if (reason := stop_reason(directory)) != STOPPED:
-            raise InputError(f'the preparation of {directory} {reason}; correct this and run maxlm.prepare again')
+            raise InputError(f'the preparation of {directory} {reason}; correct this and run maxlm prepare again')
         if owner:
             raise InputError(
-                f'{owner} is not prepared: {directory} contains no data set; train on it with maxlm.train, which '
+                f'{owner} is not prepared: {directory} contains no data set; train on it with maxlm train, which '
                 'prepares it, or use the data.cache_dir and data.tokenizer of the run'
             )
     dataset, is_complete = load_current(directory)

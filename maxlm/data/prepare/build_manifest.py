@@ -85,7 +85,7 @@ class ManifestBuilder:
         """Adds the result of a completed task. Raises InputError if it or a shard is missing."""
         result = task.load()
         if result is None:
-            raise InputError(f'{task.result_path}: removed or changed while maxlm.prepare was running; run it again')
+            raise InputError(f'{task.result_path}: removed or changed while maxlm prepare was running; run it again')
         self._reasons |= dict.fromkeys((entry['name'], entry['reason']) for entry in result.skipped)
         self.duplicates = self.duplicates.merge(result.duplicates)
         for name, counts in result.splits.items():

@@ -103,7 +103,7 @@ def locked(output: Path) -> Iterator[None]:
             _lock(directory)
         except BlockingIOError as error:
             raise InputError(
-                f'--output={output}: another maxlm.prepare is writing to it; wait for it, or choose another directory'
+                f'--output={output}: another maxlm prepare is writing to it; wait for it, or choose another directory'
             ) from error
         yield
     finally:

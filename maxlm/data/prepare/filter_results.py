@@ -153,4 +153,4 @@ class DocumentFilter:
             raise self._changed()
 
     def _changed(self) -> InputError:
-        return InputError(f'{self._name}: changed while maxlm.prepare was running; run it again')
+        return InputError(f'{self._name}: changed while maxlm prepare was running; run it again')

@@ -125,7 +125,7 @@ class ScanTask(PartitionTask):
         """Returns the decisions before deduplication and the report. Raises InputError if the task is not done."""
         facts = load_result(self._path, self.identity)
         if facts is None:
-            raise InputError(f'{self._path}: removed or changed while maxlm.prepare was running; run it again')
+            raise InputError(f'{self._path}: removed or changed while maxlm prepare was running; run it again')
         codes = unpack(facts['codes'])
         decisions = FilterDecisions(codes, facts['checksum'], codes == FilterDecision.SHORTENED, {})
         return decisions, CleaningReport.from_json(facts['report'])
@@ -142,7 +142,7 @@ class DecisionFile:
         """Returns the decisions. Raises InputError if the file is missing or has changed."""
         decisions = FilterDecisions.load(self.path, self.identity)
         if decisions is None:
-            raise InputError(f'{self.path}: removed or changed while maxlm.prepare was running; run it again')
+            raise InputError(f'{self.path}: removed or changed while maxlm prepare was running; run it again')
         return decisions
 
 

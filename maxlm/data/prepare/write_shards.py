@@ -229,7 +229,7 @@ def _load_tokenizer(path: Path, sha256: str) -> Tokenizer:
     """Loads the tokenizer once per process: loading a large one is slow."""
     tokenizer = Tokenizer.load(path)
     if tokenizer.sha256 != sha256:
-        raise InputError(f'{path}: removed or changed while maxlm.prepare was running; run it again')
+        raise InputError(f'{path}: removed or changed while maxlm prepare was running; run it again')
     return tokenizer
 
 
@@ -241,7 +241,7 @@ def _load_encoder(directory: Path, tokenizer_sha256: str, template_sha256: str) 
 
     encoder = ChatEncoder.load(directory)
     if (encoder.tokenizer.sha256, encoder.template.sha256) != (tokenizer_sha256, template_sha256):
-        raise InputError(f'{directory}: changed while maxlm.prepare was running; run it again')
+        raise InputError(f'{directory}: changed while maxlm prepare was running; run it again')
     return encoder
 
 

@@ -14,7 +14,7 @@ from maxlm.errors import InputError
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
 from maxlm.storage.errors import TransientStorageError, redact
 
-CONTENT = b'maxlm.doctor was here, and should have removed this\n'
+CONTENT = b'maxlm doctor was here, and should have removed this\n'
 
 
 def check_bucket(context: CheckContext) -> CheckResult:

@@ -66,11 +66,11 @@ def check_data(context: CheckContext) -> CheckResult:
                     slow.append(
                         warning(
                             f'{redact(url)}: {format_rate(speed)} from one reader',
-                            'copy it closer (maxlm.fetch), or raise data.download_threads',
+                            'copy it closer (maxlm fetch), or raise data.download_threads',
                         )
                     )
         except InputError as error:
-            return failure(str(error), 'prepare the data (maxlm.prepare), fix data.path, or log in to its bucket')
+            return failure(str(error), 'prepare the data (maxlm prepare), fix data.path, or log in to its bucket')
         tokens = sum(shard.tokens for source in corpus.sources for shard in source.shards('train'))
         names = ', '.join(map(redact, context.data_paths))
         message = f'{names}: {tokens:,} training tokens in {plural(len(corpus.sources), "source")}'

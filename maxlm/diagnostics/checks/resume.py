@@ -10,7 +10,7 @@ from maxlm.diagnostics.checks.trial_run import STEPS, Trial, trial_command, try_
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped
 
-REMEDY = 'run it directly: python -m maxlm.train with this config, and start it again after a kill'
+REMEDY = 'run it directly: maxlm train with this config, and start it again after a kill'
 
 
 def check_resume(context: CheckContext) -> CheckResult:

@@ -153,7 +153,7 @@ def evaluate_trial(trial: Trial, *, min_tokens_per_second: float = 0.0) -> Check
     if trial.trouble:
         return failure(
             f'training does not reach step {STEPS}: {trial.trouble}',
-            'run it directly: python -m maxlm.train with this config',
+            'run it directly: maxlm train with this config',
         )
     trained = [line for line in trial.lines if 'train/loss' in line]
     if any(line['train/loss'] is None for line in trained):

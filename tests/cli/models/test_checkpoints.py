@@ -1,4 +1,4 @@
-"""`maxlm.checkpoints`: list, verify, delete and fetch."""
+"""`maxlm checkpoints`: list, verify, delete and fetch."""
 
 import dataclasses
 import json

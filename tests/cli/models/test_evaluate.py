@@ -1,4 +1,4 @@
-"""`maxlm.evaluate` on a run of a few steps: it reproduces the losses of the run on any number of devices."""
+"""`maxlm evaluate` on a run of a few steps: it reproduces the losses of the run on any number of devices."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""`maxlm.generate` on a small model: output, reproducibility and errors."""
+"""`maxlm generate` on a small model: output, reproducibility and errors."""
 
 import contextlib
 import io

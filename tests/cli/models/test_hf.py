@@ -1,4 +1,4 @@
-"""`maxlm.hf`: its output, and errors with one line, exit code 2 and no remaining files.
+"""`maxlm hf`: its output, and errors with one line, exit code 2 and no remaining files.
 
 tests/huggingface tests the equality with Transformers.
 """

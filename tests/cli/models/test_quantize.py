@@ -1,4 +1,4 @@
-"""`maxlm.quantize`: its table, and one-line errors without remaining files."""
+"""`maxlm quantize`: its table, and one-line errors without remaining files."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`maxlm.serve` with a model: responses equal those of the engine; output and errors of the command."""
+"""`maxlm serve` with a model: responses equal those of the engine; output and errors of the command."""
 
 import concurrent.futures
 import functools

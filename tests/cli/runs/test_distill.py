@@ -1,4 +1,4 @@
-"""`maxlm.distill`: stored outputs equal the teacher's, resume after an interruption, and one-line errors."""
+"""`maxlm distill`: stored outputs equal the teacher's, resume after an interruption, and one-line errors."""
 
 import dataclasses
 import json

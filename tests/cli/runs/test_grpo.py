@@ -217,8 +217,8 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
 @pytest.mark.parametrize(
     ('overrides', 'words'),
     [
-        ({'train__objective': 'next_token'}, 'train.objective=next_token: maxlm.grpo requires train.objective=grpo'),
-        ({'train__init_from': ''}, "train.init_from='': maxlm.grpo requires a value"),
+        ({'train__objective': 'next_token'}, 'train.objective=next_token: maxlm grpo requires train.objective=grpo'),
+        ({'train__init_from': ''}, "train.init_from='': maxlm grpo requires a value"),
         ({'train__init_from': '/nowhere'}, 'train.init_from'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__reward': 'lenght'}, 'lenght'),
@@ -239,8 +239,8 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
             'grpo.num_generations = 40 responses are not a multiple of train.global_batch_size=16',
         ),
         ({'grpo__prompts_per_rollout': 16}, 'has only 8 prompts'),
-        ({'guard__spike_window': 64}, 'guard.spike_window=64: not supported by maxlm.grpo; set it to 0'),
-        ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm.grpo'),
+        ({'guard__spike_window': 64}, 'guard.spike_window=64: not supported by maxlm grpo; set it to 0'),
+        ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm grpo'),
         (
             {'grpo__importance_sampling_cap': 3.0},
             'grpo.importance_sampling_cap=3 has no effect with grpo.async_rollouts=False',
@@ -260,4 +260,4 @@ def test_bad_input_is_one_line(start, tmp_path, capsys, overrides, words):
 
 def test_train_names_the_right_verb(start, tmp_path, capsys):
     assert exit_code(train.main, [*grpo_arguments(start), f'--workdir={tmp_path}']) == EXIT_BAD_INPUT
-    assert 'use `python -m maxlm.grpo`' in capsys.readouterr().err
+    assert 'use `maxlm grpo`' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`maxlm.monitor`: prints a run once, or displays it on a terminal, which it restores."""
+"""`maxlm monitor`: prints a run once, or displays it on a terminal, which it restores."""
 
 import codecs
 import os
@@ -72,7 +72,7 @@ def test_a_directory_that_is_no_workdir_is_bad_input(tmp_path, capsys):
     assert exit_code(monitor.main, [str(tmp_path)]) == EXIT_BAD_INPUT
     assert capsys.readouterr() == (
         '',
-        f'error: {tmp_path}: not a workdir of maxlm.train: it contains no config.json; give the workdir of a run\n',
+        f'error: {tmp_path}: not a workdir of maxlm train: it contains no config.json; give the workdir of a run\n',
     )
 
 

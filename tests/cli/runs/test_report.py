@@ -1,4 +1,4 @@
-"""`maxlm.report` from the command line."""
+"""`maxlm report` from the command line."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_a_file_of_someone_else_is_not_overwritten(run, tmp_path, monkeypatch, c
         path.write_bytes(content)
         code, out, err = run(*words)
         assert (code, out) == (EXIT_BAD_INPUT, '')
-        assert 'is not a page of maxlm.report' in err
+        assert 'is not a page of maxlm report' in err
         assert path.read_bytes() == content
 
 

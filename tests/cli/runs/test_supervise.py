@@ -1,4 +1,4 @@
-"""`maxlm.supervise` on real commands: restarts, exit codes, signals and orphaned processes."""
+"""`maxlm supervise` on real commands: restarts, exit codes, signals and orphaned processes."""
 
 import signal
 import subprocess

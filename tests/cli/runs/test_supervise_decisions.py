@@ -56,7 +56,7 @@ def test_the_workdir_of_a_command():
     assert find_workdir(['python', '--workdir', 'gs://bucket/x']) == 'gs://bucket/x'
     assert find_workdir(['python', '--workdirs=x']) == ''
     assert find_workdir(['python', '--workdir']) == ''
-    # The default workdir of maxlm.train.
+    # The default workdir of maxlm train.
     assert find_workdir(['python', '-m', 'maxlm.train', '--config', 'configs/depth.py:24']) == 'runs/depth-24'
 
 

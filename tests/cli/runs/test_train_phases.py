@@ -200,7 +200,7 @@ def test_a_phase_with_adapters(chat_model, chats, tmp_path, capsys):
     assert all(np.array_equal(more.read(name), after.read(name)) for name in after.shapes)
     capsys.readouterr()
     assert run(chats, tmp_path / 'without', **CHAT, train__init_from=tmp_path / 'lora') == EXIT_BAD_INPUT
-    assert 'maxlm.checkpoints merge' in capsys.readouterr().err
+    assert 'maxlm checkpoints merge' in capsys.readouterr().err
 
 
 def test_the_vocabulary_of_a_transformers_model_grows(chats, base, tmp_path):

@@ -1,4 +1,4 @@
-"""`maxlm.doctor`: its report on a machine and a run, and its exit code."""
+"""`maxlm doctor`: its report on a machine and a run, and its exit code."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_a_failure_is_an_exit_code_and_a_remedy(run, dataset, tmp_path):
     code, out, _ = run(*words, f'--config.data.path={tmp_path}/none', '--json')
     (check,) = json.loads(out)['checks']
     assert (code, check['name'], check['status']) == (EXIT_FAILED, 'data', 'failure')
-    assert 'maxlm.prepare' in check['remedy']
+    assert 'maxlm prepare' in check['remedy']
     # Negative control: the command succeeds with existing data; an override may be two words.
     code, out, _ = run(*words, '--config.data.path', str(dataset), '--json')
     assert (code, json.loads(out)['status']) == (EXIT_DONE, 'ok')

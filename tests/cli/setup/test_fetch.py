@@ -1,4 +1,4 @@
-"""`maxlm.fetch` with emulated buckets."""
+"""`maxlm fetch` with emulated buckets."""
 
 from __future__ import annotations
 

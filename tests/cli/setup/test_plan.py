@@ -1,4 +1,4 @@
-"""`maxlm.plan` by estimate: output, suggestions and errors.
+"""`maxlm plan` by estimate: output, suggestions and errors.
 
 tests/cli/setup/test_plan_compiled.py tests compilers.
 """

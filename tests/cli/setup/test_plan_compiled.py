@@ -1,4 +1,4 @@
-"""`maxlm.plan` with real compilers, for slices of four kinds of TPUs and for the GPUs of five configs.
+"""`maxlm plan` with real compilers, for slices of four kinds of TPUs and for the GPUs of five configs.
 
 A program of real size takes a minute of CPU time. tests/planning/estimate/test_memory.py compares the estimates for all
 configs with recorded programs.

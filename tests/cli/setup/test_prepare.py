@@ -1,4 +1,4 @@
-"""`maxlm.prepare` from the command line to the records, and its errors."""
+"""`maxlm prepare` from the command line to the records, and its errors."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ def test_two_runs_do_not_write_into_one_directory(texts, tmp_path, capsys, monke
     monkeypatch.setattr(existing_output, 'LOCK_SECONDS', 0.1)
     with locked(tmp_path / 'data'):
         assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 2
-    assert 'another maxlm.prepare' in capsys.readouterr().err
+    assert 'another maxlm prepare' in capsys.readouterr().err
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes') == 0
 
 

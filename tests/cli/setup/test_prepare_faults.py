@@ -229,7 +229,7 @@ def test_a_file_that_changes_between_two_reads(texts, tmp_path, monkeypatch, cap
     assert run(*command) == 2
     error = capsys.readouterr().err
     assert error.count('\n') == 1
-    assert 'changed while maxlm.prepare was running' in error
+    assert 'changed while maxlm prepare was running' in error
     monkeypatch.undo()
     assert run(*command) == 0
 

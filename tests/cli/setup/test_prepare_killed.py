@@ -1,4 +1,4 @@
-"""`maxlm.prepare` killed in each stage and at random times resumes and writes identical bytes."""
+"""`maxlm prepare` killed in each stage and at random times resumes and writes identical bytes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_the_fingerprint_depends_on_tokens_and_block_size(make_dataset, random_s
 def test_the_error_for_a_missing_data_set_contains_the_command(tmp_path):
     with pytest.raises(InputError) as info:
         load_manifest(tmp_path / 'nothing')
-    assert_one_line(info, str(tmp_path / 'nothing'), 'python -m maxlm.prepare --input', f'--output {tmp_path}')
+    assert_one_line(info, str(tmp_path / 'nothing'), 'maxlm prepare --input', f'--output {tmp_path}')
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests `maxlm.prepare --stream`: its shards, its validation split, and what it announces while it runs."""
+"""Tests `maxlm prepare --stream`: its shards, its validation split, and what it announces while it runs."""
 
 from __future__ import annotations
 

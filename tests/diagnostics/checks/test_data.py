@@ -37,7 +37,7 @@ def test_data_of_the_hub():
 def test_a_missing_data_set(tmp_path):
     found = check_data(case_on(CPU, config=config_of(tmp_path / 'none')))
     assert found.status is CheckStatus.FAILURE
-    assert 'maxlm.prepare' in found.remedy
+    assert 'maxlm prepare' in found.remedy
 
 
 @pytest.mark.parametrize('damage', ['truncated', 'garbled'])

@@ -10,8 +10,6 @@ from maxlm.cli.runs import train
 from maxlm.cli.setup import plan
 from maxlm.config.keys import current_config, declared_keys
 from maxlm.config.loading import default, from_json, load
-from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.config.renames import (
     METRIC_PREFIXES,
     METRICS,
@@ -19,6 +17,8 @@ from maxlm.config.renames import (
     _reported,
     current_metrics,
 )
+from maxlm.config.serialization import to_json
+from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry import metrics
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import CONFIG, METRICS_FILE, read_config
