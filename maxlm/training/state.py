@@ -16,11 +16,12 @@ from jax.sharding import NamedSharding
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.parameters import kind_of
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import Layout
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.loss_scale import LossScale, first_loss_scale
-from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
+from maxlm.training.optimizers.optimizer import make_optimizer
 from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
 from maxlm.training.optimizers.schedule import Progress
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
