@@ -1,23 +1,28 @@
-"""Lists all parameters of a model from its config, without arrays or tracing."""
+"""Lists the parameters of a model from its abstract arrays, and counts them.
+
+Nothing is computed. Tracing a model takes about 0.05 s, and its result is cached.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from flax import nnx
 
 from maxlm.config.schema import ModelConfig
-from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.model.layers.lora import adapter_of
-from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, weights_of
-from maxlm.parallel.layout import SAVING
+from maxlm.errors import InputError
+from maxlm.model.decoder import Decoder
+from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
+from maxlm.model.layers.lora import LORA_A, LORA_B
+from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES, quantized_kernels, weights_of
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
-
-# Parts of `ModelConfig.has_bias` of the projections of attention; the others are of the feed-forward.
-_BIASES = {'attention.query': 'qkv', 'attention.key': 'qkv', 'attention.value': 'qkv', 'attention.out': 'out'}
+# Axes of the number of layers or experts, which precede the axes of a parameter.
+STACKS = ('layers', 'dense_layers', 'experts')
 
 
 class Kernel(NamedTuple):
@@ -74,13 +79,17 @@ def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
 
 
 def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
-    """Returns the kernels of one block by name. The model must be resolved and without first dense layers; see
-    `layer_stacks`."""
-    kernels = {} if not model.num_experts else {'router': Kernel(model.dim, model.num_experts)}
-    for name, inputs, outputs, _, _, stack, _ in _projections(model):
-        of_experts = (model.num_experts, model.num_experts_per_token) if stack else ()
-        short = name.removeprefix('attention.').removeprefix('feedforward.')
-        kernels[short] = Kernel(math.prod(inputs), math.prod(outputs), *of_experts)
+    """Returns the matrices of one block of a resolved model without first dense layers; see `layer_stacks`.
+
+    They are named by their path in the block, without `attention.` or `feedforward.`.
+    """
+    kernels = {}
+    for weight in weights(model):
+        stack, _, path = weight.name.rpartition('.')[0].partition('.')
+        if stack == 'blocks' and weight.kind in ('matrix', 'router'):
+            of_experts = (model.num_experts, model.num_experts_per_token) if weight.is_of_experts else ()
+            name = path.removeprefix('attention.').removeprefix('feedforward.')
+            kernels[name] = Kernel(*weight.matrix_shape, *of_experts)
     return kernels
 
 
@@ -96,9 +105,8 @@ def block_parameters(model: ModelConfig) -> int:
 
 def tables(model: ModelConfig) -> Tables:
     """Returns the table sizes of a resolved model."""
-    tokens = model.vocab_size * model.dim
-    positions = model.max_positions * model.dim if model.position_embedding == 'learned' else 0
-    return Tables(tokens, positions, 0 if model.tie_embeddings else tokens)
+    sizes = {weight.name: weight.size for weight in weights(model) if weight.kind in ('table', 'head')}
+    return Tables(sizes['embedding'], sizes.get('position_embedding', 0), sizes.get('head.kernel', 0))
 
 
 class Weight(NamedTuple):
@@ -110,14 +118,15 @@ class Weight(NamedTuple):
         name: dotted path in the tree of parameters.
         shape: shape of the array.
         axes: logical axes, as in `maxlm.parallel.layout.TABLE`.
-        kind: as `maxlm.training.optimizers.optimizer.kind_of`: table, head, matrix, router or adapter (of a block) or
-            vector.
+        kind: kind of the parameter; see `kind_of`.
+        num_in: for matrices, the number of their axes that are inputs.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     kind: str
+    num_in: int = 1
 
     @property
     def size(self) -> int:
@@ -127,6 +136,12 @@ class Weight(NamedTuple):
     def is_of_experts(self) -> bool:
         return 'experts' in self.axes
 
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Returns the numbers of inputs and outputs of a matrix, for one layer and one expert."""
+        sizes = [size for size, axis in zip(self.shape, self.axes, strict=True) if axis not in STACKS]
+        return math.prod(sizes[: self.num_in]), math.prod(sizes[self.num_in :])
+
     def active_size(self, model: ModelConfig) -> int:
         """Returns the number of elements that a token uses."""
         if not self.is_of_experts:
@@ -134,128 +149,68 @@ class Weight(NamedTuple):
         return self.size // model.num_experts * model.num_experts_per_token
 
 
-class _Projection(NamedTuple):
-    name: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    in_axes: tuple[str, ...]
-    out_axes: tuple[str, ...]
-    # The number of experts, and its axis.
-    stack: tuple[int, ...] = ()
-    stack_axes: tuple[str, ...] = ()
+def weights(model: ModelConfig) -> tuple[Weight, ...]:
+    """Returns all parameters of a resolved model."""
+    # A search over layouts changes these settings, which do not change the parameters.
+    traced = dataclasses.replace(
+        model, remat_policy='none', scan_layers=True, attention='xla', weight_quantization='float'
+    )
+    found = _trace(traced)
+    if weights_of(model) is None:
+        return found
+    quantized = quantized_kernels(model)
+    return tuple(
+        weight._replace(name=weight.name.removesuffix(KERNEL) + CODES) if weight.name in quantized else weight
+        for weight in found
+    )
 
 
-def weights(model: ModelConfig) -> Iterator[Weight]:
-    """Yields all parameters of a resolved model, matching `maxlm.model.decoder`."""
-    D, V = model.dim, model.vocab_size
-    yield Weight('embedding', (V, D), ('vocab', 'embed'), 'table')
-    if model.position_embedding == 'learned':
-        yield Weight('position_embedding', (model.max_positions, D), ('position', 'embed'), 'table')
-    if not model.tie_embeddings:
-        yield Weight('head.kernel', (D, V), ('embed', 'vocab'), 'head')
-    for norm in ('final_norm', *(('embedding_norm',) if model.embedding_norm else ())):
-        yield from _norm(model, norm, D)
-    stacks = layer_stacks(model)
-    for stack in stacks:
-        is_first = model.num_dense_layers > 0 and not stack.num_experts
-        name, axis = ('dense_blocks', 'dense_layers') if is_first else ('blocks', 'layers')
-        for weight in _of_block(stack):
-            yield _stacked(weight, name, stack.num_layers, axis)
-    if model.mtp_depth:
-        for weight in _of_mtp_module(stacks[-1]):
-            yield _stacked(weight, 'mtp', model.mtp_depth, 'layers')
+@functools.lru_cache(maxsize=128)
+def _trace(model: ModelConfig) -> tuple[Weight, ...]:
+    decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+
+    def weight(path: tuple[Any, ...], variable: nnx.Variable) -> Weight:
+        *modules, _ = names = tuple(map(str, path))
+        module = functools.reduce(getattr, modules, decoder)
+        num_in = getattr(module, 'num_in', 1)
+        return Weight('.'.join(names), tuple(variable.shape), tuple(variable.axes), _kind(names), num_in)
+
+    return tuple(weight(path, variable) for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)))
 
 
-def _stacked(weight: Weight, stack: str, layers: int, axis: str) -> Weight:
-    return weight._replace(name=f'{stack}.{weight.name}', shape=(layers, *weight.shape), axes=(axis, *weight.axes))
+def kind_of(path: tuple[Any, ...]) -> str:
+    """Returns the kind of a parameter, from its path in the tree of parameters.
+
+    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector and
+    codes (codes or scales of a quantized matrix).
+
+    Raises:
+        InputError: the parameter has an unknown name.
+    """
+    return _kind(names(path))
 
 
-def _of_mtp_module(model: ModelConfig) -> Iterator[Weight]:
-    D = model.dim
-    for norm in ('hidden_norm', 'embedding_norm', 'final_norm'):
-        yield from _norm(model, norm, D)
-    yield Weight('projection.kernel', (2 * D, D), ('embed', 'activation'), 'matrix')
-    for weight in _of_block(model):
-        yield weight._replace(name=f'block.{weight.name}')
+def _kind(path: tuple[str, ...]) -> str:
+    *modules, name = path
+    if name in ('embedding', 'position_embedding'):
+        return 'table'
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
+        return 'vector'
+    if name in (LORA_A, LORA_B):
+        return 'adapter'
+    if name in (CODES, SCALES):
+        return 'codes'
+    if name != 'kernel':
+        # Only blocks of the user (`model.block`) have other names.
+        raise InputError(f'parameter {".".join(path)}: rename it to kernel (a matrix), scale or bias (a vector)')
+    if ROUTER in modules:
+        return 'router'
+    return 'head' if 'head' in modules else 'matrix'
 
 
-def _of_block(model: ModelConfig) -> Iterator[Weight]:
-    kernel = KERNEL if weights_of(model) is None else CODES
-    for name, inputs, outputs, in_axes, out_axes, stack, stack_axes in _projections(model):
-        yield Weight(f'{name}.{kernel}', stack + inputs + outputs, stack_axes + in_axes + out_axes, 'matrix')
-        if adapter := adapter_of(model, name):
-            rank, rank_axis = (adapter.rank,), ('adapter',)
-            yield Weight(f'{name}.lora_a', stack + inputs + rank, stack_axes + in_axes + rank_axis, 'adapter')
-            yield Weight(f'{name}.lora_b', stack + rank + outputs, stack_axes + rank_axis + out_axes, 'adapter')
-        if model.has_bias(_BIASES.get(name, 'mlp')):
-            bias_axes = tuple('norm' if axis in SAVING else axis for axis in out_axes)
-            yield Weight(f'{name}.bias', stack + outputs, stack_axes + bias_axes, 'vector')
-    if model.num_experts:
-        router = 'feedforward.router'
-        yield Weight(f'{router}.kernel', (model.dim, model.num_experts), ('embed', 'routes'), 'router')
-        for name, exists in (('bias', model.router_use_bias), ('balance_bias', model.router_balance_bias)):
-            if exists:
-                yield Weight(f'{router}.{name}', (model.num_experts,), ('routes',), 'vector')
-    kinds = {'pre': ('norm',), 'post': ('post_norm',), 'both': ('norm', 'post_norm')}[model.norm_placement]
-    for branch in ('attention', 'feedforward'):
-        for kind in kinds:
-            yield from _norm(model, f'{branch}_{kind}', model.dim)
-    if model.qk_norm:
-        for norm, heads in (('query', model.num_heads), ('key', model.num_kv_heads)):
-            num_dims = model.head_dim * (heads if model.qk_norm_scope == 'projection' else 1)
-            yield from _norm(model, f'attention.{norm}_norm', num_dims)
-    if model.attention_sinks:
-        yield Weight('attention.sinks', (model.num_heads,), ('heads',), 'vector')
-    if model.q_lora_rank:
-        yield from _norm(model, 'attention.query_latent_norm', model.q_lora_rank)
-    if model.kv_lora_rank:
-        yield from _norm(model, 'attention.key_value_latent_norm', model.kv_lora_rank)
-
-
-def _projections(model: ModelConfig) -> Iterator[_Projection]:
-    D, wide = (model.dim,), ('embed',)
-    heads = (model.num_heads, model.head_dim)
-    if model.kv_lora_rank:
-        latent = (model.kv_lora_rank,)
-        if model.q_lora_rank:
-            yield _Projection('attention.query_latent', D, (model.q_lora_rank,), wide, ('latent',))
-        queries_from = (model.q_lora_rank or model.dim,)
-        yield _Projection('attention.query', queries_from, heads, wide, ('heads', 'head_dim'))
-        joint = (model.kv_lora_rank + model.qk_rope_head_dim,)
-        yield _Projection('attention.key_value_latent', D, joint, wide, ('latent',))
-        for name, width in (('key', model.qk_nope_head_dim), ('value', model.v_head_dim)):
-            yield _Projection(f'attention.{name}', latent, (model.num_heads, width), wide, ('heads', 'head_dim'))
-    else:
-        kv_heads = (model.num_kv_heads, model.head_dim)
-        for name, outputs, axis in (
-            ('query', heads, 'heads'),
-            ('key', kv_heads, 'kv_heads'),
-            ('value', kv_heads, 'kv_heads'),
-        ):
-            yield _Projection(f'attention.{name}', D, outputs, wide, (axis, 'head_dim'))
-    yield _Projection('attention.out', (model.num_heads, model.value_dim), D, ('heads', 'head_dim'), wide)
-    if not model.num_experts:
-        yield from _feedforward(model, 'feedforward', model.ffn_dim)
-        return
-    yield from _feedforward(model, 'feedforward.experts', model.expert_ffn_dim, model.num_experts)
-    if model.num_shared_experts:
-        yield from _feedforward(model, 'feedforward.shared', model.num_shared_experts * model.expert_ffn_dim)
-
-
-def _feedforward(model: ModelConfig, module: str, width: int, num_experts: int = 0) -> Iterator[_Projection]:
-    D, F = (model.dim,), (width,)
-    wide, narrow = (('expert_embed',), ('expert_ffn',)) if num_experts else (('embed',), ('ffn',))
-    stack, stack_axes = ((num_experts,), ('experts',)) if num_experts else ((), ())
-    for name in ('gate', 'up') if model.activation in GATED_ACTIVATIONS else ('up',):
-        yield _Projection(f'{module}.{name}', D, F, wide, narrow, stack, stack_axes)
-    yield _Projection(f'{module}.down', F, D, narrow, wide, stack, stack_axes)
-
-
-def _norm(model: ModelConfig, name: str, dim: int) -> Iterator[Weight]:
-    if model.norm_use_scale:
-        yield Weight(f'{name}.scale', (dim,), ('norm',), 'vector')
-        if model.norm == 'layernorm' and model.has_bias('norm'):
-            yield Weight(f'{name}.bias', (dim,), ('norm',), 'vector')
+def names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """Returns the names of the modules that contain a parameter, followed by its own name."""
+    return tuple(key.key for key in path)
 
 
 def model_parameters(model: ModelConfig) -> int:

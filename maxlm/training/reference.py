@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.model.layers.lora import LORA_B
-from maxlm.training.optimizers.optimizer import kind_of
+from maxlm.model.parameters import kind_of
 from maxlm.training.optimizers.trainable import Tree
 
 FLOAT32 = jnp.dtype(jnp.float32)

@@ -18,11 +18,12 @@ from maxlm.config.user_function import is_function_name
 from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.parameters import kind_of
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import Layout
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.loss_scale import LossScale, first_loss_scale
-from maxlm.training.optimizers.optimizer import kind_of, make_optimizer
+from maxlm.training.optimizers.optimizer import make_optimizer
 from maxlm.training.optimizers.schedule import Progress, make_schedule
 from maxlm.training.optimizers.state_placement import place_state
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable

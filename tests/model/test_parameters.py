@@ -1,68 +1,79 @@
-"""Tests parameter counts from shapes against the model's real arrays, in every family."""
+"""Tests the parameters of a model, against the state of a run and by hand."""
 
 import dataclasses
 
 import jax
 import pytest
-from flax import nnx
 
-from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text, weights
-from maxlm.training.optimizers.optimizer import kind_of, names
-from maxlm.training.state import abstract_model, abstract_state
+from maxlm.model.blocks import Block
+from maxlm.model.layers.linear import parameter
+from maxlm.model.layers.weight_only_quantization import SCALES
+from maxlm.model.parameters import (
+    Kernel,
+    block_kernels,
+    count_active_parameters,
+    count_parameters,
+    kind_of,
+    names,
+    parameters_text,
+    tables,
+    weights,
+)
+from maxlm.training.state import abstract_state
 from tests.small import LATENT, small_config, small_layout
 
 EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 24}
+QLORA = {'model__lora_rank': 3, 'model__weight_quantization': 'int8', 'train__init_from': 'runs/base'}
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
-    'gpt2 untied': {'model__family': 'gpt2', 'model__tie_embeddings': False},
-    'gpt2 without biases': {'model__family': 'gpt2', 'model__use_bias': False},
-    'gpt_neox': {'model__family': 'gpt_neox'},
-    'llama': {'model__family': 'llama', 'model__num_layers': 3},
-    'llama with biases': {'model__family': 'llama', 'model__use_bias': True},
-    'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
-    'latent attention': LATENT,
     'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
-    'sinks': {'model__family': 'llama', 'model__attention_sinks': True, 'model__activation': 'swiglu_oai'},
-    'nanochat': {'model__family': 'nanochat', 'model__ffn_dim': 40},
-    'qwen2': {'model__family': 'qwen2', 'model__num_kv_heads': 2},
-    'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2, 'model__head_dim': 24},
-    'gemma2': {'model__family': 'gemma2', 'model__num_kv_heads': 2},
-    'starcoder2': {'model__family': 'starcoder2', 'model__num_kv_heads': 2},
-    'normalized embedding': {'model__family': 'gpt2', 'model__embedding_norm': True, 'model__qk_norm': True},
-    'adapters': {'model__family': 'llama', 'model__lora_rank': 3},
-    'some adapters': {'model__family': 'gpt2', 'model__lora_rank': 2, 'model__lora_target_modules': ('attention.*',)},
-    'experts': {'model__family': 'llama', **EXPERTS},
-    'experts with biases': {
-        'model__family': 'gpt2',
-        **EXPERTS,
-        'model__router_use_bias': True,
-        'model__router_balance_bias': True,
-    },
-    'shared experts': {'model__family': 'qwen3', **EXPERTS, 'model__num_shared_experts': 2},
-    'first dense layers': {
-        'model__family': 'llama',
-        **EXPERTS,
-        'model__num_shared_experts': 1,
-        'model__num_layers': 3,
-        'model__num_dense_layers': 1,
-        'model__lora_rank': 2,
-    },
+    'quantized experts': {'model__family': 'llama', **EXPERTS, **QLORA, 'model__num_dense_layers': 1},
     'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
-    'long table': {'model__family': 'gpt2', 'model__max_positions': 48, 'model__vocab_size': 77},
 }
 
 
 @pytest.mark.parametrize('model', MODELS)
-def test_counts_equal_the_parameters_of_the_model(model):
+def test_counts_equal_the_state_of_a_run(model):
     config = small_config(**MODELS[model])
-    layout = small_layout(config)
-    _, variables = nnx.split(abstract_model(config, layout))
-    wanted = {'.'.join(map(str, path)): (tuple(v.shape), v.axes) for path, v in nnx.to_flat_state(variables)}
-    assert {weight.name: (weight.shape, weight.axes) for weight in weights(config.model)} == wanted
-    tree = abstract_state(config, layout).params
-    kinds = {'.'.join(names(path)): kind_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-    assert {weight.name: weight.kind for weight in weights(config.model)} == kinds
-    assert count_parameters(config.model) == sum(leaf.size for leaf in jax.tree.leaves(tree))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract_state(config, small_layout(config)).params)
+    # Scales of quantized kernels are no parameters of their own.
+    state = {'.'.join(names(path)): (leaf.size, kind_of(path)) for path, leaf in leaves if names(path)[-1] != SCALES}
+    counted = {weight.name: (weight.size, weight.kind) for weight in weights(config.model)}
+    assert counted == {name: (size, 'matrix' if kind == 'codes' else kind) for name, (size, kind) in state.items()}
+    assert count_parameters(config.model) == sum(size for size, _ in state.values())
+
+
+def test_matrices_of_a_block_by_hand():
+    model = small_config(model__family='llama', model__num_kv_heads=2, **EXPERTS, model__num_shared_experts=2).model
+    # Width 32, four heads of 8 dims.
+    assert block_kernels(model) == {
+        'query': Kernel(32, 32),
+        'key': Kernel(32, 16),
+        'value': Kernel(32, 16),
+        'out': Kernel(32, 32),
+        'router': Kernel(32, 4),
+        'experts.gate': Kernel(32, 24, 4, 2),
+        'experts.up': Kernel(32, 24, 4, 2),
+        'experts.down': Kernel(24, 32, 4, 2),
+        'shared.gate': Kernel(32, 48),
+        'shared.up': Kernel(32, 48),
+        'shared.down': Kernel(48, 32),
+    }
+    assert tables(model) == (61 * 32, 0, 61 * 32)
+
+
+class Scaled(Block):
+    """A block of a user with a parameter that maxlm does not know."""
+
+    def __init__(self, config, *, partitioning, rngs):
+        super().__init__(config, partitioning=partitioning, rngs=rngs)
+        self.scale = parameter(rngs, (config.dim,), ('norm',), jax.nn.initializers.ones)
+
+
+def test_parameters_of_a_block_of_the_user_count():
+    model = small_config(model__block=f'{__name__}:Scaled').model
+    plain = small_config().model
+    assert count_parameters(model) == count_parameters(plain) + plain.num_layers * plain.dim
 
 
 @pytest.mark.parametrize('key', ['num_layers', 'dim', 'ffn_dim', 'vocab_size', 'num_heads', 'max_positions'])

@@ -12,13 +12,10 @@ import optax
 
 from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import OptimizerConfig
-from maxlm.errors import InputError
-from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
-from maxlm.model.layers.weight_only_quantization import CODES, SCALES
+from maxlm.model.parameters import kind_of, names
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
-from maxlm.training.optimizers.trainable import ADAPTERS
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
 DECAYED = {
@@ -152,37 +149,6 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
         return map_kinds(lambda kind, update: ratios[kind] * update)(updates), state
 
     return optax.GradientTransformation(rate.init, update)
-
-
-def kind_of(path: tuple[Any, ...]) -> str:
-    """Returns the kind of a parameter, from the names of its path.
-
-    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector, and
-    codes. Codes are the codes or scales of a quantized matrix.
-
-    Raises:
-        InputError: the parameter has an unknown name.
-    """
-    *modules, name = names(path)
-    if name in ('embedding', 'position_embedding'):
-        return 'table'
-    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
-        return 'vector'
-    if name in ADAPTERS:
-        return 'adapter'
-    if name in (CODES, SCALES):
-        return 'codes'
-    if name != 'kernel':
-        # Only blocks of the user (`model.block`) have other names.
-        raise InputError(f'parameter {".".join(names(path))}: rename it to kernel (a matrix), scale or bias (a vector)')
-    if ROUTER in modules:
-        return 'router'
-    return 'head' if 'head' in modules else 'matrix'
-
-
-def names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the names of the modules that contain a parameter, followed by its own name."""
-    return tuple(key.key for key in path)
 
 
 def map_kinds(function: Callable[[str, Any], Any]) -> Callable[[Any], Any]:

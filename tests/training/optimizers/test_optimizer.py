@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.training.optimizers.optimizer import DECAYED, kind_of, make_optimizer, map_kinds
+from maxlm.model.parameters import kind_of
+from maxlm.training.optimizers.optimizer import DECAYED, make_optimizer, map_kinds
 from maxlm.training.optimizers.schedule import make_schedule
 from tests.small import small_config, small_layout
 
