@@ -1,7 +1,5 @@
 """Directory of compiled programs that all processes of a test session share; deleted at its end."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

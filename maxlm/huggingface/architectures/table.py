@@ -1,7 +1,5 @@
 """Table of all supported architectures by model_type."""
 
-from __future__ import annotations
-
 from maxlm.huggingface.architectures.architecture import GPT2, GPT_NEOX, LLAMA, MISTRAL, NANOCHAT, QWEN3
 from maxlm.huggingface.architectures.dense import (
     GEMMA2,
