@@ -1,7 +1,5 @@
 """Prints the float32 TFLOP/s of a large matrix product: `python -m benchmarks.product_rate THREADS`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Fixture with which a run in this process ends at a given step, killed or stopped by a signal."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

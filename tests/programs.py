@@ -1,7 +1,5 @@
 """Directories of compiled programs that the processes of a test session share."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fault injection of the storage emulator process."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

@@ -1,7 +1,5 @@
 """Special files in untrusted directories: each file that is read causes an error of one line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

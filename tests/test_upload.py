@@ -1,7 +1,5 @@
 """Data sets and exported models in buckets: files equal those in a directory; the marker file is uploaded last."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

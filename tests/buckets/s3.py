@@ -1,7 +1,5 @@
 """S3 emulator on loopback: moto's server, which this process uses instead of Amazon's."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import urllib.request

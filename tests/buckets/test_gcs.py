@@ -1,7 +1,5 @@
 """Storage emulator on loopback, tested with two clients and raw requests."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

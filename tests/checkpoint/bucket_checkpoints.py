@@ -4,8 +4,6 @@ Each scenario needs its own process, because TensorStore reads the address of Go
 the output is the result as JSON.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Fixture of runs that start from the checkpoint of another run."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """One of two processes whose disks fill up alternately; started by `tests.forking` with the workdir."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -1,7 +1,5 @@
 """Initialization from the checkpoint of another run: larger vocabularies, adapters, positions, and rejected configs."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """Options and config keys for paths: types, unsupported URLs, and special files."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

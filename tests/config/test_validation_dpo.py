@@ -1,7 +1,5 @@
 """Tests that values of section dpo must be consistent with each other and with the data."""
 
-from __future__ import annotations
-
 import pytest
 
 from maxlm.config.loading import build, default

@@ -1,7 +1,5 @@
 """Tests of the settings of multi-token prediction and distillation."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Conversations with tools in JSONL, Parquet and data sets, in which Arrow adds nulls."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

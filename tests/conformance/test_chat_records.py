@@ -1,7 +1,5 @@
 """Fields of chat records of other systems: turns without loss, earlier turns, and several chat templates."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

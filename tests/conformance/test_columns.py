@@ -1,7 +1,5 @@
 """Columns of text as other tools write them: Arrow types, nested fields, and data sets of `save_to_disk`."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow as pa

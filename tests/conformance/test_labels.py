@@ -1,7 +1,5 @@
 """Labels of answers in all spellings. A bad answer is never imitated."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -3,8 +3,6 @@
 Transformers renders and tokenizes every conversation. The spans are stated beside the template, or those of TRL.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

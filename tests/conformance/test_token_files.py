@@ -1,7 +1,5 @@
 """Token archives as Hugging Face tokenizers and NumPy users save them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tokenizers

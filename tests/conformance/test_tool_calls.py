@@ -1,7 +1,5 @@
 """Tool calls in the formats of OpenAI, Transformers, LLaMA-Factory and Arrow: training and server render the same."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Descriptions of tools in the formats of OpenAI, LLaMA-Factory and Arrow: training and server render the same."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

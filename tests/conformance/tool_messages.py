@@ -1,7 +1,5 @@
 """Messages with tool calls, and their text in training, in the server and in Transformers."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

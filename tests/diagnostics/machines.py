@@ -1,7 +1,5 @@
 """Provides fake machines: GPUs on the bus, drivers and their reports."""
 
-from __future__ import annotations
-
 import types
 
 from maxlm.diagnostics.context import CheckContext

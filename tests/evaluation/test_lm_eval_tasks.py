@@ -20,8 +20,6 @@ lm_eval = pytest.importorskip('lm_eval', reason='the extra eval')
 pytest.importorskip('lm_eval.tasks', reason='the extra eval')
 
 TOLERANCE = 1e-3
-# Tasks scored by likelihoods.
-LIKELIHOODS = ('local_choice', 'local_letters', 'local_last_word', 'local_rolling')
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -25,7 +25,6 @@ DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
     '[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+',
 )
-BEGIN = {'SpecialToken': {'id': '<|endoftext|>', 'type_id': 0}}
 TEXT = {'Sequence': {'id': 'A', 'type_id': 0}}
 
 

@@ -1,7 +1,5 @@
 """Tests that invalid numbers in config.json and generation_config.json give a model or one error line."""
 
-from __future__ import annotations
-
 import json
 import time
 

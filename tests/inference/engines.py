@@ -1,7 +1,5 @@
 """Provides small models, engines that share compiled functions, and continuations computed without a cache."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

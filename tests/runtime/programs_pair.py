@@ -1,7 +1,5 @@
 """Runs processes that use the compilation cache; `tests.forking` starts them with the directory."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests the download of one file from servers on loopback, with injected faults."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

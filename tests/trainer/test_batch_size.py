@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from maxlm.data.loader.batch_rows import BatchRows, trained_before

@@ -1,7 +1,5 @@
 """Extension of a model trained on short sequences to longer ones by position scaling and short training."""
 
-from __future__ import annotations
-
 import math
 
 import jax

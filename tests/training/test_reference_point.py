@@ -1,7 +1,5 @@
 """Reference point of KTO in the training step and in evaluations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

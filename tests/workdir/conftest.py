@@ -1,7 +1,5 @@
 """Provides buckets on loopback and directories with the layout of a workdir."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

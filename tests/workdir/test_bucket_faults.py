@@ -4,8 +4,6 @@ A transient fault is retried. Otherwise the operation ends with one line that na
 used, and nothing that is incomplete counts as complete.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Tests checkpoints in a bucket: uploads are atomic, send each file once, and restore the same bytes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Tests the upload of a run's small files: which files another machine needs, and which files each process uploads."""
 
-from __future__ import annotations
-
 import pytest
 
 from maxlm.workdir.file_uploads import NAMES

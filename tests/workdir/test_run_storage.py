@@ -1,7 +1,5 @@
 """Tests the remote storage of a run: flags, a known machine and a new machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Tests background uploads: order, allowed deletions, and faults that never affect the run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

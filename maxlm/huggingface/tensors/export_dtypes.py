@@ -1,7 +1,5 @@
 """Dtypes of exported weights. This module imports no library, because the command line also needs the names."""
 
-from __future__ import annotations
-
 # Names on the command line and in config.json.
 SAFETENSORS_DTYPES = ('bfloat16', 'float16', 'float32')
 # Default for models that are not imported.

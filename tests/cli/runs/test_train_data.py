@@ -1,7 +1,5 @@
 """Runs with several sources, with a sequence-length schedule, and with data in a bucket."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Training phases, each a run that starts from the previous model: longer context, conversations, adapters."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

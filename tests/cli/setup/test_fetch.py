@@ -1,7 +1,5 @@
 """`maxlm fetch` with emulated buckets."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`maxlm prepare` from the command line to the records, and its errors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Filters, deduplication, fill-in-the-middle and token files, from the command to the records."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

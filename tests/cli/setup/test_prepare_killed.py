@@ -1,7 +1,5 @@
 """`maxlm prepare` killed in each stage and at random times resumes and writes identical bytes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 

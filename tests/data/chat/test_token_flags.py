@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 
 from maxlm.data.chat.token_flags import encode_flags, encode_stream_flags, is_document_start, is_target, token_ids

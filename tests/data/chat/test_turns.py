@@ -1,7 +1,5 @@
 """Tests the turns of the assistant in templates that change messages, and `{% generation %}` blocks around others."""
 
-from __future__ import annotations
-
 import pytest
 
 from maxlm.data.chat.jinja import ChatError, JinjaTemplate

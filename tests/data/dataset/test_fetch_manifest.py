@@ -1,7 +1,5 @@
 """Tests the download of the manifest and the tokenizer of a remote data set before training starts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """Hostile data sets: no file outside a data set is read, and values that contradict each other are rejected."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests prefetching of shards: one training process and its readers, with a local bucket that fails."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import subprocess

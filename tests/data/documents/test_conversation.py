@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from maxlm.data.documents.conversation import parse_conversation

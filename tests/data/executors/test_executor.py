@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from maxlm.data.executors.executor import TaskStatus, run_once, run_tasks

@@ -1,7 +1,5 @@
 """Tests the executor with real processes, which each test starts in about a second."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 

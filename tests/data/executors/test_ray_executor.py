@@ -1,7 +1,5 @@
 """Tests the executor on a real Ray cluster of two local nodes, which takes half a minute to start."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Tests that files that decode to more than the available memory are read in bounded memory."""
 
-from __future__ import annotations
-
 import ast
 import gzip
 import os

@@ -1,7 +1,5 @@
 """Conversations from JSONL, Parquet and Hub data sets with standard and custom names of fields and roles."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Tests inputs in a local Google Cloud Storage bucket: discovery, ranges, reading, and errors for missing files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

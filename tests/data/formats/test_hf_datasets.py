@@ -1,7 +1,5 @@
 """Tests data sets of Hugging Face: local directories, and a fake Hub, because tests have no network."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -3,8 +3,6 @@
 This must hold with and without --skip-bad-records.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

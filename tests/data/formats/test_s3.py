@@ -1,7 +1,5 @@
 """Tests inputs in a local S3 bucket. All tests share one server, because it takes seconds to start."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,7 +1,5 @@
 """Tests the preparation of Hugging Face data sets in the background of a run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 

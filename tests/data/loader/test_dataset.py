@@ -1,7 +1,5 @@
 """Tests training data of one or several data sets: weights, names, errors, and the fingerprint in checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tests batches of data in preparation: they equal those of the complete data, and wait for their shards."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import tempfile

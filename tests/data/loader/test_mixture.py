@@ -1,7 +1,5 @@
 """Tests weighted sources: their shares, and the independent computation of rows."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import sys

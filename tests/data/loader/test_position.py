@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from maxlm.data.loader.batch_rows import BatchRows, sequences_after
 from maxlm.data.loader.position import Position
 

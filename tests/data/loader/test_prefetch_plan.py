@@ -1,7 +1,5 @@
 """Tests that planned reads match the actual reads: they cover each shard of each step, and no additional steps."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections import defaultdict

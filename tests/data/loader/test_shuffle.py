@@ -1,7 +1,5 @@
 """Tests the order of the sequences: each occurs once per epoch, and the shuffle is statistically random."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

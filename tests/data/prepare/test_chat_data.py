@@ -1,7 +1,5 @@
 """Tests conversations from files to batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tests the preparation pipeline. Other modules test the individual stages and the command."""
 
-from __future__ import annotations
-
 import pytest
 
 from maxlm.data.dataset.records import load_manifest

@@ -1,7 +1,5 @@
 """Tests preferences from files to batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

@@ -1,7 +1,5 @@
 """Tests `maxlm prepare --stream`: its shards, its validation split, and what it announces while it runs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 

@@ -1,7 +1,5 @@
 """Tests which tokenizers extend another tokenizer without a change of its ids."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """cuDNN's kernels for lists of documents as formulas, with NaN at positions that the kernels do not write."""
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp

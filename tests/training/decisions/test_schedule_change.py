@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from maxlm.training.decisions.run_control import RunControl

@@ -1,7 +1,5 @@
 """Runs known-answer tests in two processes with virtual devices, of which one or none has a wrong kernel."""
 
-from __future__ import annotations
-
 import json
 
 import jax

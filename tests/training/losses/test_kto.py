@@ -1,7 +1,5 @@
 """KTO and APO-zero losses of a table computed by hand, and the permutation of answers."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -3,8 +3,6 @@
 The model is a table of logits of the next token for each token, so both libraries compute the same log-probabilities.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections import defaultdict
