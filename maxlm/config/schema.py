@@ -1,4 +1,7 @@
-"""Schema of the config: declares every key once, with its default and its documentation."""
+"""Schema of the config: the sections with all keys, and properties that follow from several keys.
+
+The field of a key is its only declaration; see `maxlm.config.sections.declaration`.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,7 @@ from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
 from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
-from maxlm.config.sections.ranges import (
-    INT32,
-    AxisSize,
-    CountFrom1,
-    Dollars,
-    GiB,
-    Hours,
-    Range,
-    Seed,
-    Steps,
-    StepsFrom1,
-    Tokens,
-    Weight,
-    WeightAbove0,
-    Workers,
-    WorkersFrom1,
-)
+from maxlm.config.sections.ranges import INT32, Range, Seed, Steps, StepsFrom1, Weight
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
 # Value of a key set to 'auto' until it is resolved.
@@ -94,17 +81,17 @@ class DataConfig:
     # conversations take precedence. A run keeps the value with which it began.
     train_first_token: Annotated[bool, ValueBefore(False)] = True
     # Number of threads that prefetch batches, in this process or in each worker.
-    num_threads: Annotated[WorkersFrom1, Renamed('threads')] = 4
+    num_threads: Annotated[int, Range(1, 1024), Renamed('threads')] = 4
     # Number of prefetched batches.
-    prefetch_buffer_size: Annotated[CountFrom1, Renamed('prefetch')] = 8
+    prefetch_buffer_size: Annotated[int, Range(1, 10**5), Renamed('prefetch')] = 8
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
-    num_workers: Annotated[Workers, Renamed('workers')] = 0
+    num_workers: Annotated[int, Range(0, 1024), Renamed('workers')] = 0
     # Cache directory for shards downloaded from a bucket, before they are used, and for prepared data of the hub.
     cache_dir: Annotated[str, PathOption(Kind.DIRECTORY, keep_home=True), Renamed('cache')] = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
-    cache_limit_gib: Annotated[GiB, Renamed('cache_gib')] = 0.0
+    cache_limit_gib: Annotated[float, Range(0, 1e9), Renamed('cache_gib')] = 0.0
     # Number of concurrent shard downloads.
-    download_threads: Annotated[WorkersFrom1, Renamed('fetch_threads')] = 8
+    download_threads: Annotated[int, Range(1, 1024), Renamed('fetch_threads')] = 8
 
     @property
     def source_shares(self) -> tuple[float, ...]:
@@ -123,10 +110,10 @@ class TrainConfig:
     # Length of the run; exactly one of the five keys must be set. A length in hours or dollars is converted to a number
     # of steps that follows the measured throughput, so that the schedule ends with it. All attempts of the run count.
     num_steps: Steps = 0
-    num_tokens: Tokens = 0
+    num_tokens: Annotated[int, Range(0, 10**18)] = 0
     num_epochs: Annotated[float, Range(0, 1e6)] = 0.0
-    hours: Hours = 0.0
-    dollars: Dollars = 0.0
+    hours: Annotated[float, Range(0, 1e5)] = 0.0
+    dollars: Annotated[float, Range(0, 1e10)] = 0.0
     # Price of one device per hour, in dollars.
     price_per_hour: Annotated[float, Range(0, 1e5)] = 0.0
     # Number of sequences per optimizer step over all devices, given here or in tokens (a multiple of data.seq_len).
@@ -159,12 +146,12 @@ class TrainConfig:
     router_bias_rate: Weight = 0.001
     # Weight of the mean cross-entropy of the model.mtp_depth additional tokens. DeepSeek-V3 starts with 0.3 and ends
     # with 0.1.
-    mtp_loss_weight: WeightAbove0 = 0.3
-    # Training objective: next_token (cross-entropy) | dpo (pairs of answers: section dpo) | grpo (rewards of responses:
-    # section grpo, for maxlm grpo).
+    mtp_loss_weight: Annotated[float, Range(0, 1000, above=True)] = 0.3
+    # Training objective. next_token: cross-entropy; dpo: pairs of answers (section dpo); grpo: rewards of responses
+    # (section grpo, for maxlm grpo).
     objective: Literal['next_token', 'dpo', 'grpo'] = 'next_token'
-    # Loss of your own for the next token, package.module:function: (logits, targets) → loss of each target; '' =
-    # cross-entropy. Evaluation always computes the cross-entropy.
+    # Loss of your own for the next token, a function (logits, targets) → loss of each target; '' = cross-entropy.
+    # Evaluation always computes the cross-entropy.
     loss: Literal[''] | FunctionName = ''
     # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
     # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
@@ -189,6 +176,8 @@ class TrainConfig:
 
 # Ordered from the slowest links to the fastest: neighbors along the last axis are neighbors in the machine.
 MESH_AXES = ('replica', 'stage', 'data', 'fsdp', 'expert', 'context', 'tensor')
+# Number of devices; -1 = the remaining devices.
+AxisSize = Annotated[int, Range(-1, 2**20)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +198,12 @@ class MeshConfig:
     context: AxisSize = 1
     # Tensor parallelism: heads and feed-forward of a block split over devices.
     tensor: AxisSize = 1
-    # Arrays sharded over fsdp, expert and context (Rajbhandari et al. 2020, "ZeRO"): 1 = optimizer state, float32
-    # parameters | 2 = also gradients | 3 = also the parameters that the micro-batches use.
+    # Arrays sharded over fsdp, expert and context (Rajbhandari et al. 2020, "ZeRO"). 1: optimizer state and float32
+    # parameters; 2: also gradients; 3: also the parameters that the micro-batches use.
     zero_stage: Annotated[Literal[1, 2, 3], Renamed('zero')] = 3
     # Number of times that the layers pass through all stages (circular pipeline); higher values reduce idle time.
     num_pipeline_repeats: Annotated[int, Range(1, 1000), Renamed('stage_repeats')] = 1
-    # State kept in host memory and moved to the device one layer at a time: none | optimizer | all (also parameters).
+    # State kept in host memory and moved to the device one layer at a time. all: optimizer state and parameters.
     host_offload: Annotated[Literal['none', 'optimizer', 'all'], Renamed('offload')] = 'none'
 
     @property
@@ -237,7 +226,7 @@ class CheckpointConfig:
     keep_period: Annotated[Steps, Renamed('permanent_every')] = 0
     # Maximum size of all checkpoints of the run, in GiB; 0 = no limit. Beyond it the oldest checkpoints are deleted,
     # then those of keep_best, but never the newest one and those of keep_period.
-    max_gib: GiB = 0.0
+    max_gib: Annotated[float, Range(0, 1e9)] = 0.0
     # Before each checkpoint, compare the devices that hold the same part of an array. If they differ, a device computes
     # wrong results: the run names it and ends without saving.
     compare_replicas: bool = True
@@ -257,8 +246,8 @@ class ExportConfig:
     # Directory or URL (gs://bucket/model or s3://bucket/model) of the export. '' = WORKDIR/hf, which is also uploaded
     # to checkpoint.remote_dir.
     to: Annotated[str, PathOption(Kind.DIRECTORY, BUCKETS, may_be_empty=True)] = ''
-    # Architecture of Transformers: auto (one that other programs support), or one of the table in docs/models.md, such
-    # as llama. Only Transformers 5 or later can run nanochat.
+    # Architecture of Transformers, from the table in docs/models.md; auto: one that other programs support. Only
+    # Transformers 5 or later can run nanochat.
     architecture: Literal['auto'] | ArchitectureName = 'auto'
 
 

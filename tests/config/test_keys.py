@@ -1,16 +1,27 @@
 """Declarations of config keys: each allows a finite range or choices, and rejects other values in one line."""
 
+import dataclasses
 import json
 import math
+import re
+from typing import Annotated, Literal
 
 import pytest
 
+from maxlm import completion
 from maxlm.config import loading
 from maxlm.config.keys import declared_keys
+from maxlm.config.schema import AUTO, SECTIONS
+from maxlm.config.sections.declaration import Form, FunctionName, Renamed
+from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.sections.ranges import Range
+from maxlm.config.serialization import HIDDEN, to_json
 from maxlm.errors import InputError
+from maxlm.huggingface.architectures.table import ARCHITECTURES
+from maxlm.storage.paths import BUCKETS, Kind, PathOption
 from tests.small import small_config
+from tools.docs.config_page import config_page
 
 NUMERIC = {name: key for name, key in declared_keys().items() if key.kind in (int, float)}
 # Values that no key accepts, and values that some keys accept.
@@ -117,3 +128,76 @@ def test_written_configs_have_valid_choices(key, value):
     assert loading.from_json(written)
     with pytest.raises(ValueError, match=f'model.{key}={value!r}: must be one of'):
         loading.from_json(json.dumps(values))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ExtendedConfig(DistillConfig):
+    """A section with additional keys, whose fields are their only declarations."""
+
+    # Number of layers of the teacher.
+    layers: Annotated[int, Range(1, 9), Renamed('depth')] = 3
+    # Divergence from the teacher.
+    divergence: Literal['forward', 'reverse'] | FunctionName = 'forward'
+    # Directory of the outputs.
+    outputs: Annotated[str, PathOption(Kind.DIRECTORY, BUCKETS, may_be_empty=True)] = ''
+    # Files of the outputs.
+    files: Annotated[tuple, PathOption()] = ()
+    batch: Annotated[int, Range(AUTO, 9), Form.OR_AUTO] = 1
+    login: Annotated[str, Form.SECRET] = ''
+
+
+@pytest.fixture
+def extended(monkeypatch):
+    monkeypatch.setitem(SECTIONS, 'distill', _ExtendedConfig)
+
+
+def test_a_declared_key_is_loaded_and_stored(config_file, extended, capsys):
+    overrides = ['divergence=my.losses:skewed', 'outputs=gs://b/x', "files=('~/a','b')", 'batch=auto', 'login=secret']
+    config = loading.load(config_file, ['distill.depth=4', *(f'distill.{text}' for text in overrides)])
+    assert config.distill == _ExtendedConfig(
+        layers=4, divergence='my.losses:skewed', outputs='gs://b/x', files=('~/a', 'b'), batch=AUTO, login='secret'
+    )
+    assert 'distill.depth is now distill.layers' in capsys.readouterr().err
+    written = json.loads(to_json(config))
+    assert written['distill']['login'] == HIDDEN
+    written['distill']['depth'] = written['distill'].pop('layers')
+    assert loading.from_json(json.dumps(written)).distill.layers == 4
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('layers=10', 'distill.layers=10: must be at least 1 and at most 9'),
+        ('layers=ten', "distill.layers='ten': must be an integer"),
+        ('layer=1', "config key distill.layer does not exist; did you mean 'layers'?"),
+        ('divergence=fwd:', 'distill.divergence=fwd:: must have the form package.module:name, e.g. my_module:Mine'),
+        (
+            'divergence=forwards',
+            "distill.divergence='forwards': must be one of forward, reverse, or a function of yours as "
+            "package.module:name; did you mean 'forward'?",
+        ),
+        ('outputs=http://b/x', 'distill.outputs=http://b/x: http:// is not supported, only gs:// and s3://; '),
+        ("files=('a','gs://b')", 'distill.files=gs://b: URLs are not supported; give a local file or directory'),
+        ('batch=all', "distill.batch='all': must be an integer or auto"),
+    ],
+)
+def test_a_declared_key_is_validated(config_file, extended, text, message):
+    with pytest.raises(InputError, match=f'^{re.escape(message)}'):
+        loading.load(config_file, [f'distill.{text}'])
+
+
+def test_a_declared_key_is_documented_and_completed(extended):
+    page = config_page()
+    assert (
+        'Number of layers of the teacher.\n\n*Type: int; default: `3`; at least 1 and at most 9; formerly '
+        '`distill.depth`.*\n'
+    ) in page
+    assert "one of `'forward'`, `'reverse'`, or a function of yours as `package.module:name`.*" in page
+    assert "default: `''`; path or gs:// or s3:// URL.*" in page
+    script = completion.script('bash')
+    assert '_train___config_distill_divergence_choices=(forward reverse)' in script
+    assert '_train___config_distill_outputs_COMPGEN=_shtab_compgen_dirs' in script
+
+
+def test_every_choice_of_an_architecture_has_a_row():
+    assert declared_keys()['export.architecture'].choices == ('auto', *ARCHITECTURES)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
+from collections.abc import Iterable
 
 from maxlm.config.keys import Key, section_keys
 from maxlm.config.schema import SECTIONS
@@ -25,6 +27,11 @@ maxlm train --config=tiny --config.data.path=data/mine --config.train.num_tokens
 
 def field_comments(section: type) -> dict[str, str]:
     """Returns the comment of each field of a dataclass. A field without a comment shares that of the field above."""
+    classes = [cls for cls in reversed(section.__mro__) if dataclasses.is_dataclass(cls)]
+    return {name: comment for cls in classes for name, comment in _own_comments(cls).items()}
+
+
+def _own_comments(section: type) -> dict[str, str]:
     source = textwrap.dedent(inspect.getsource(section))
     lines = source.splitlines()
     (definition,) = ast.parse(source).body
@@ -44,26 +51,24 @@ def field_comments(section: type) -> dict[str, str]:
     return comments
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ', '.join(f'`{name}`' for name in names)
+
+
 def facts(key: Key) -> str:
     """Returns type, default, allowed values and former names of a key in one line."""
     default = 'set by `model.family`' if key.default is None else f'`{key.default!r}`'
     parts = [f'Type: {key.kind.__name__}', f'default: {default}']
-    choices = [f'`{choice!r}`' for choice in key.choices]
-    if Form.FUNCTION in key.forms:
-        choices.append('a function of yours, `package.module:name`')
-    if choices:
-        parts.append(f'one of {", ".join(choices)}')
+    if key.choices:
+        function = ', or a function of yours as `package.module:name`' if Form.FUNCTION in key.forms else ''
+        parts.append(f'one of {_listed(map(repr, key.choices))}{function}')
     if key.range is not None:
-        auto = ", or `'auto'`" if Form.OR_AUTO in key.forms else ''
-        parts.append(f'{key.range}{auto}')
-    if key.path is not None and key.path.urls:
-        parts.append(
-            'path or URL' if key.path.urls == ANY else f'path, {" or ".join(f"{url}://…" for url in key.path.urls)}'
-        )
-    elif key.path is not None:
-        parts.append('local path')
+        parts.append(f'{key.range}{", or auto" if Form.OR_AUTO in key.forms else ""}')
+    if key.path is not None:
+        protocols = '' if key.path.urls == ANY else f'{" or ".join(f"{name}://" for name in key.path.urls)} '
+        parts.append(f'path or {protocols}URL' if key.path.urls else 'local path')
     if key.renamed:
-        parts.append(f'formerly {", ".join(f"`{former}`" for former in key.renamed)}')
+        parts.append(f'formerly {_listed(key.renamed)}')
     return f'*{"; ".join(parts)}.*'
 
 

@@ -1,14 +1,15 @@
 """Annotations that declare config keys.
 
-The annotation of a dataclass field declares its key completely: type, allowed values and former names. The comment
-above the field is the help text. `maxlm.config.keys` reads both. Examples:
+The field of a section is the only declaration of its key: the annotation gives the type, the allowed values and the
+former names, and the comment above it is the help text. `maxlm.config.keys` reads the annotations for parsing,
+validation, completion and error messages; the reference page also contains the comments.
 
     moment_dtype: Literal['float32', 'bfloat16', 'int8'] = 'float32'
     family: Annotated[str, Choices(tuple(FAMILIES))] = 'gpt2'
     weight_decay: Annotated[float, Range(0, 10)] = 0.1
-    muon_momentum: Annotated[FractionBelow1, Renamed('momentum')] = 0.95
-    cache_dir: Annotated[str, PathOption(Kind.DIRECTORY)] = '~/.cache/maxlm'
-    loss: Literal['cross_entropy'] | FunctionName = 'cross_entropy'
+    max_grad_norm: Annotated[float, Range(0, 1e9), Renamed('clip_norm')] = 1.0
+    logits_dir: Annotated[str, PathOption(Kind.DIRECTORY)] = 'data/logits'
+    reward: Literal['exact', 'numeric'] | FunctionName = 'exact'
 """
 
 from __future__ import annotations

@@ -7,21 +7,7 @@ from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import Choices, FunctionName, Renamed
 from maxlm.config.sections.families import FAMILIES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from maxlm.config.sections.ranges import (
-    INT32,
-    CountFrom1,
-    Epsilon,
-    FractionAbove0,
-    FractionBelow1,
-    Multiplier,
-    MultiplierOr0,
-    Positions,
-    Range,
-    SoftCap,
-    Turns,
-    WeightAbove0,
-    Width,
-)
+from maxlm.config.sections.ranges import INT32, Epsilon, FractionAbove0, FractionBelow1, Range
 
 # Default of an architecture key: the model family sets it unless the config does.
 FAMILY: Any = None
@@ -31,15 +17,15 @@ QUANTIZATION_GROUPS = {'int8': 0, 'int4': 32, 'fp8': 0}
 # Dtypes of the key-value cache in inference; `model` is model.dtype.
 KV_CACHE_DTYPES = ('model', 'int8')
 Dtype = Literal['bfloat16', 'float16', 'float32']
+# Dimensions of a head or of a latent of attention.
+Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
 AttentionKernel = Literal['auto', 'xla', 'cudnn', 'cudnn_mask', 'splash']
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Preset for the keys below with default FAMILY: gpt2, gpt_neox, starcoder2, llama, qwen2, qwen3, smollm3, olmo2,
-    # olmo3, granite, phi3, gemma2, gemma3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss, nanochat
-    # (maxlm/config/sections/families.py).
+    # Preset for the keys below with default FAMILY (maxlm/config/sections/families.py).
     family: Annotated[str, Choices(tuple(FAMILIES))] = 'gpt2'
     # Number of token ids; 0 = that of the dataset. May be larger than the dataset's, e.g. a round number.
     vocab_size: Annotated[int, Range(0, INT32)] = 0
@@ -79,31 +65,31 @@ class ModelConfig:
     num_shared_experts: Annotated[int, Range(0, 2**10)] = 0
     # Number of first layers with a dense feed-forward of width ffn_dim.
     num_dense_layers: Annotated[int, Range(0, 1000)] = 0
-    # Score of an expert from its logit: softmax over the experts | sigmoid (DeepSeek-V3).
+    # Score of an expert from its logit. softmax: over the experts; sigmoid: DeepSeek-V3.
     router_score: Literal['softmax', 'sigmoid'] = 'softmax'
     # Divide the scores of the selected experts by their sum.
     router_normalize: bool = True
     # Factor of the experts' output.
-    routed_scaling_factor: WeightAbove0 = 1.0
+    routed_scaling_factor: Annotated[float, Range(0, 1000, above=True)] = 1.0
     # The router's logits have a learned bias (gpt-oss).
     router_use_bias: bool = False
     # The selection of experts adds a bias to their scores that balances their loads without an auxiliary loss
     # (DeepSeek-V3). train.router_bias_rate is its change per step.
     router_balance_bias: bool = False
     # Group-limited routing (DeepSeek-V2): number of equal groups of experts, and number of groups that a token can use.
-    num_expert_groups: CountFrom1 = 1
-    num_groups_per_token: CountFrom1 = 1
-    # Score of a group: max (DeepSeek-V2) | top2, the sum of its two highest scores (DeepSeek-V3).
+    num_expert_groups: Annotated[int, Range(1, 10**5)] = 1
+    num_groups_per_token: Annotated[int, Range(1, 10**5)] = 1
+    # Score of a group. max: DeepSeek-V2; top2: the sum of its two highest scores (DeepSeek-V3).
     expert_group_score: Literal['max', 'top2'] = 'max'
     # 0 = process every token by all of its experts (dropless). Otherwise, in training and evaluation, an expert accepts
     # up to expert_capacity_factor times its balanced share of each sequence (GShard); other tokens skip it.
     expert_capacity_factor: Annotated[float, Range(0, 1000)] = 0.0
-    # Matrix products of experts: auto | ragged_dot (XLA) | tokamax (GPU) | megablox (TPU) | loop (over blocks of rows).
-    # auto = tokamax on GPUs, megablox on TPUs (ragged_dot with pipeline stages) and loop on CPUs.
+    # Matrix products of experts. ragged_dot: XLA; tokamax: GPU; megablox: TPU; loop: over blocks of rows; auto: tokamax
+    # on GPUs, megablox on TPUs (ragged_dot with pipeline stages) and loop on CPUs.
     expert_matmul: ExpertMatmul = 'auto'
     # Rows of the learned position table, and the longest context for sampling; 0 = data.seq_len.
-    max_positions: Positions = 0
-    # Position embedding: learned | rotary.
+    max_positions: Annotated[int, Range(0, INT32)] = 0
+    # Position embedding.
     position_embedding: Annotated[Literal['learned', 'rotary'], Renamed('position')] = FAMILY
     # Fraction of each head that is rotated, from its first dimension.
     partial_rotary_factor: Annotated[FractionAbove0, Renamed('rotary_fraction')] = FAMILY
@@ -112,8 +98,7 @@ class ModelConfig:
     # Base of the rotary frequencies of S layers of the attention pattern, which are then not scaled; 0 = as in L
     # layers.
     rope_local_theta: Annotated[float, Range(1, 1e12, or_zero=True)] = FAMILY
-    # Scaling of rotary frequencies for contexts longer than those of the original training: none | linear | dynamic |
-    # yarn | llama3 | longrope.
+    # Scaling of rotary frequencies for contexts longer than those of the original training.
     rope_scaling: Annotated[
         Literal['none', 'linear', 'dynamic', 'yarn', 'llama3', 'longrope'], Renamed('rotary_scaling')
     ] = 'none'
@@ -121,14 +106,14 @@ class ModelConfig:
     rope_scaling_factor: Annotated[float, Range(1, 1e5), Renamed('rotary_factor')] = 1.0
     # Context of the original training, used by dynamic, yarn, llama3 and longrope; 0 = max_positions /
     # rope_scaling_factor.
-    original_max_positions: Annotated[Positions, Renamed('rotary_original_positions')] = 0
+    original_max_positions: Annotated[int, Range(0, INT32), Renamed('rotary_original_positions')] = 0
     # llama3: a frequency with fewer turns within the original context than low_freq_factor is divided by the factor;
     # one with more turns than high_freq_factor is unchanged.
-    rope_low_freq_factor: Annotated[Turns, Renamed('rotary_low_turns')] = 1.0
-    rope_high_freq_factor: Annotated[Turns, Renamed('rotary_high_turns')] = 4.0
+    rope_low_freq_factor: Annotated[float, Range(0, 1e5, above=True), Renamed('rotary_low_turns')] = 1.0
+    rope_high_freq_factor: Annotated[float, Range(0, 1e5, above=True), Renamed('rotary_high_turns')] = 4.0
     # yarn: the same two bounds.
-    rope_beta_slow: Annotated[Turns, Renamed('rotary_beta_slow')] = 1.0
-    rope_beta_fast: Annotated[Turns, Renamed('rotary_beta_fast')] = 32.0
+    rope_beta_slow: Annotated[float, Range(0, 1e5, above=True), Renamed('rotary_beta_slow')] = 1.0
+    rope_beta_fast: Annotated[float, Range(0, 1e5, above=True), Renamed('rotary_beta_fast')] = 32.0
     # yarn: round the bounds outward to integer pair indices.
     rope_truncate: Annotated[bool, Renamed('rotary_truncate')] = True
     # yarn, longrope: factor that multiplies queries and keys; 0 = 0.1 · ln(rope_scaling_factor) + 1, or for longrope
@@ -140,7 +125,7 @@ class ModelConfig:
     # longrope: divisors of the frequencies of the rotated pairs, within the original context and beyond it.
     rope_short_factors: tuple = ()
     rope_long_factors: tuple = ()
-    # Normalization layer: layernorm | rmsnorm.
+    # Normalization layer.
     norm: Literal['layernorm', 'rmsnorm'] = FAMILY
     # Added to the variance before the square root.
     norm_epsilon: Epsilon = FAMILY
@@ -148,30 +133,29 @@ class ModelConfig:
     norm_use_scale: Annotated[bool, Renamed('norm_scale')] = FAMILY
     # Norm's scale is stored minus 1: the input is multiplied by 1 + scale.
     norm_unit_offset: bool = FAMILY
-    # Norms of a block: pre (input of attention and feed-forward) | post (their output) | both.
+    # Norms of a block. pre: of the input of attention and feed-forward; post: of their output.
     norm_placement: Literal['pre', 'post', 'both'] = FAMILY
     # Normalize queries and keys before the rotation.
     qk_norm: bool = FAMILY
-    # Dimensions of one norm of queries and keys: head | projection (all heads together).
+    # Dimensions of one norm of queries and keys. projection: all heads together.
     qk_norm_scope: Literal['head', 'projection'] = FAMILY
     # Normalize embeddings before the first block.
     embedding_norm: bool = FAMILY
     # Factor of the embedding; 0 = sqrt(dim).
-    embedding_multiplier: MultiplierOr0 = FAMILY
+    embedding_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
     # Factor of the outputs of attention and feed-forward before they are added to the residual stream.
-    residual_multiplier: Multiplier = FAMILY
+    residual_multiplier: Annotated[float, Range(1e-4, 1e5)] = FAMILY
     # Factor of the attention scores q·k; 0 = 1 / sqrt(head_dim).
-    attention_multiplier: MultiplierOr0 = FAMILY
+    attention_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
     # Divide the attention scores of layer i by i, counted from 1 (GPT-2 models of Karamcheti et al. 2021, "Mistral").
     attention_scale_by_layer: bool = False
     # Soft-cap attention scores to ±attention_softcap with tanh; 0 = off.
-    attention_softcap: SoftCap = FAMILY
+    attention_softcap: Annotated[float, Range(0.1, 1e5, or_zero=True)] = FAMILY
     # Divisor of the logits, before the soft cap.
-    logits_scaling: Multiplier = FAMILY
+    logits_scaling: Annotated[float, Range(1e-4, 1e5)] = FAMILY
     # Soft-cap logits to ±logit_softcap with tanh; 0 = off.
-    logit_softcap: SoftCap = FAMILY
-    # Activation of the feed-forward: gelu | gelu_tanh | relu | relu2 | silu, or with a gate swiglu | swiglu_oai
-    # (clamped, as in gpt-oss) | geglu | geglu_tanh | reglu.
+    logit_softcap: Annotated[float, Range(0.1, 1e5, or_zero=True)] = FAMILY
+    # Activation of the feed-forward. Those with "glu" have a gate; swiglu_oai is clamped, as in gpt-oss.
     activation: Annotated[str, Choices((*PLAIN_ACTIVATIONS, *GATED_ACTIVATIONS))] = FAMILY
     # Biases in the projections of attention and feed-forward, and in LayerNorm.
     use_bias: bool = FAMILY
@@ -194,27 +178,27 @@ class ModelConfig:
     # context without rotary positions (NoPE).
     attention_pattern: str = FAMILY
     # Number of tokens that an S layer attends to, including the query's own token.
-    sliding_window: Positions = FAMILY
-    # Initialization of the weights: normal | small | uniform (maxlm/model/layers/initializers.py).
+    sliding_window: Annotated[int, Range(0, INT32)] = FAMILY
+    # Initialization of the weights (maxlm/model/layers/initializers.py).
     init: Literal['normal', 'small', 'uniform'] = FAMILY
     # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
     # of a tied embedding.
     init_std: Epsilon = 0.02
     # Dropout probability, after the embedding and at the end of each residual branch.
     dropout: FractionBelow1 = 0.0
-    # Compute dtype: bfloat16 | float16 (with a loss scale) | float32. Parameters are always float32.
+    # Compute dtype; float16 has a loss scale. Parameters are always float32.
     dtype: Dtype = 'bfloat16'
-    # Matrix products of the blocks' projections: default (in the compute dtype) | fp8 (8-bit floats in forward and
-    # backward pass: maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
+    # Matrix products of the blocks' projections. default: in the compute dtype; fp8: 8-bit floats in forward and
+    # backward pass (maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
     matmul_precision: Annotated[Literal['default', 'fp8'], Renamed('matmul')] = 'default'
-    # Storage of the blocks' kernels: float (float32) | int8 | int4 | fp8, as written by maxlm quantize
-    # (maxlm/model/layers/weight_only_quantization.py). Training with int8, int4 or fp8 requires lora_rank and quantizes
-    # the kernels of train.init_from (Dettmers et al. 2023, "QLoRA").
+    # Storage of the blocks' kernels. float: float32; others: as written by maxlm quantize
+    # (maxlm/model/layers/weight_only_quantization.py). Training with them requires lora_rank and quantizes the kernels
+    # of train.init_from (Dettmers et al. 2023, "QLoRA").
     weight_quantization: Annotated[str, Choices(('float', *QUANTIZATION_GROUPS)), Renamed('weights')] = 'float'
     # Number of inputs of a projection that share a scale; 0 = all, and in training 32 for int4.
     quantization_group_size: Annotated[int, Range(0, 2**24), Renamed('weights_group')] = 0
-    # Activations of a block kept for the backward pass: none (no rematerialization, keep all) | dots | dots_no_batch |
-    # full (keep only the block's inputs) | offload (keep only the inputs, in host memory).
+    # Activations of a block kept for the backward pass. none: no rematerialization, keep all; full: keep only the
+    # block's inputs; offload: keep only the inputs, in host memory.
     remat_policy: Annotated[Literal['none', 'dots', 'dots_no_batch', 'full', 'offload'], Renamed('remat')] = 'none'
     # Scan over one compiled block (compile time independent of depth) instead of unrolling all blocks.
     scan_layers: bool = True
@@ -227,11 +211,11 @@ class ModelConfig:
     # Number of additional tokens that the model learns to predict, each with a module of one block (DeepSeek-AI 2024,
     # "DeepSeek-V3"); the weight of their loss is train.mtp_loss_weight. Inference does not load the modules. 0 = none.
     mtp_depth: Annotated[int, Range(0, 16)] = 0
-    # Class of your own for the blocks, package.module:Class, a subclass of maxlm.model.blocks.Block; '' = that class
-    # itself. Every command that reads the model imports it.
+    # Class of your own for the blocks, a subclass of maxlm.model.blocks.Block; '' = that class itself. Every command
+    # that reads the model imports it.
     block: Literal[''] | FunctionName = ''
-    # Attention kernel: auto | xla | cudnn (GPU) | cudnn_mask (GPU; documents as a mask instead of a list) | splash
-    # (TPU). auto = cudnn (cudnn_mask with train.deterministic) or splash if supported, otherwise xla.
+    # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; splash: TPU; auto: cudnn
+    # (cudnn_mask with train.deterministic) or splash if supported, otherwise xla.
     attention: AttentionKernel = 'auto'
 
     @property

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 from maxlm.config.sections.declaration import Form, Renamed
-from maxlm.config.sections.ranges import CountFrom1, Fraction, Range, Seconds, Steps
+from maxlm.config.sections.ranges import Fraction, Range, Seconds, Steps
 from maxlm.storage.paths import Kind, PathOption
 
 
@@ -25,7 +25,7 @@ class EvalConfig:
     # Prompts used instead of validation documents: ('Once upon a time', 'def main(').
     sample_prompts: tuple = ()
     # Maximum number of tokens per continuation.
-    sample_max_tokens: Annotated[CountFrom1, Renamed('sample_tokens')] = 64
+    sample_max_tokens: Annotated[int, Range(1, 10**5), Renamed('sample_tokens')] = 64
     # lm-eval benchmarks scored by likelihood, as names (need the extra `eval` and access to the hub) or as paths of
     # task files: ('arc_easy', 'tasks/mine.yaml'). `core:DIRECTORY` is the CORE metric of an evaluation bundle.
     tasks: Annotated[tuple, PathOption()] = ()
@@ -62,8 +62,8 @@ class MetricsConfig:
     per_source_loss: Annotated[bool, Renamed('by_source')] = True
     # Write TensorBoard event files next to metrics.jsonl.
     tensorboard: bool = True
-    # Log the same curves to Weights & Biases: '' = no | online | offline (kept in WORKDIR/wandb, for `wandb sync`
-    # later). Needs the extra `wandb` and, for online, the API key of an account (`wandb login`).
+    # Log the same curves to Weights & Biases; '' = no. offline: kept in WORKDIR/wandb, for `wandb sync` later. Needs
+    # the extra `wandb` and, for online, the API key of an account (`wandb login`).
     wandb: Literal['', 'online', 'offline'] = ''
     # Weights & Biases project of the run.
     wandb_project: str = 'maxlm'
@@ -85,4 +85,4 @@ class ProfileConfig:
     # slowest operations are logged. 0 = none.
     start_step: Annotated[Steps, Renamed('start')] = 0
     # Number of traced steps.
-    num_steps: CountFrom1 = 3
+    num_steps: Annotated[int, Range(1, 10**5)] = 3

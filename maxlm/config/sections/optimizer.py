@@ -6,26 +6,15 @@ import dataclasses
 from typing import Annotated, Literal
 
 from maxlm.config.sections.declaration import FunctionName, Renamed
-from maxlm.config.sections.ranges import (
-    Count,
-    Dollars,
-    Epsilon,
-    Fraction,
-    FractionAbove0,
-    FractionBelow1,
-    GiB,
-    Hours,
-    LearningRate,
-    Range,
-    Steps,
-    StepsFrom1,
-    Tokens,
-)
+from maxlm.config.sections.ranges import Epsilon, Fraction, FractionAbove0, FractionBelow1, Range, Steps, StepsFrom1
+
+# All published recipes use learning rates far below 1.
+LearningRate = Annotated[float, Range(0, 100)]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # Optimizer: adamw | muon (Muon on the matrices of the blocks, AdamW on all other parameters).
+    # Optimizer. muon: Muon on the matrices of the blocks, AdamW on all other parameters.
     name: Literal['adamw', 'muon'] | FunctionName = 'adamw'
     # Peak learning rate; for muon, that of the matrices.
     learning_rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
@@ -33,19 +22,18 @@ class OptimizerConfig:
     adam_learning_rate: LearningRate = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: LearningRate = 0.0
-    # Schedule after a linear warm-up from 0: cosine | linear | wsd (stable, then linear decay) | constant.
+    # Schedule after a linear warm-up from 0. wsd: stable, then linear decay.
     schedule: Literal['cosine', 'linear', 'wsd', 'constant'] | FunctionName = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: Annotated[FractionAbove0, Renamed('decay_fraction')] = 0.2
     # Length of the warm-up, in steps or in tokens.
     warmup_steps: Steps = 0
-    warmup_tokens: Tokens = 0
+    warmup_tokens: Annotated[int, Range(0, 10**18)] = 0
     # Final learning rate of cosine, linear and wsd for the peak learning_rate; it scales with the other peaks.
     min_learning_rate: LearningRate = 0.0
     beta1: FractionBelow1 = 0.9
     beta2: FractionBelow1 = 0.95
-    # Storage of the moments: float32 | bfloat16 | int8 (block-wise: Dettmers et al. 2022, "8-bit Optimizers via
-    # Block-wise Quantization").
+    # Storage of the moments. int8: block-wise (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization").
     moment_dtype: Annotated[Literal['float32', 'bfloat16', 'int8'], Renamed('moments')] = 'float32'
     # Added to the square root of the second moment.
     eps: Annotated[Epsilon, Renamed('epsilon')] = 1e-8
@@ -54,15 +42,15 @@ class OptimizerConfig:
     muon_momentum_warmup_steps: Annotated[Steps, Renamed('momentum_warmup_steps')] = 0
     # Decoupled weight decay.
     weight_decay: Annotated[float, Range(0, 10)] = 0.1
-    # Parameters with weight decay: matrices (with embeddings) | projections (matrices without embeddings and head) |
-    # all (with scales and biases).
+    # Parameters with weight decay. matrices: with embeddings; projections: matrices without embeddings and head; all:
+    # with scales and biases.
     weight_decay_mask: Literal['matrices', 'projections', 'all'] = 'matrices'
     # Parameters that are not trained, as patterns of dotted names: ('embedding', 'blocks.attention.*').
     frozen_params: Annotated[tuple, Renamed('frozen')] = ()
     # Parameters trained despite frozen_params or despite adapters: ('embedding', 'head.*').
     trainable_params: Annotated[tuple, Renamed('trained')] = ()
     # Maximum global norm of the gradient; 0 = no clipping.
-    max_grad_norm: Annotated[GiB, Renamed('clip_norm')] = 1.0
+    max_grad_norm: Annotated[float, Range(0, 1e9), Renamed('clip_norm')] = 1.0
     # Decay per step of the exponential moving average of the parameters, which is then used for evaluation and
     # inference; 0 = off. At update n the decay is at most (1 + n) / (10 + n).
     ema_decay: FractionBelow1 = 0.0
@@ -71,8 +59,8 @@ class OptimizerConfig:
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
     # Number of recent good steps used to detect loss and gradient-norm spikes. Steps with spikes are skipped, from 16
-    # good steps on; until the window is full, the threshold is higher. 0 = skip only non-finite steps. With
-    # train.objective=grpo, 128 also means 0.
+    # good steps on; until the window is full, the threshold is higher. The devices sort it at every step. 0 = skip only
+    # non-finite steps. With train.objective=grpo, 128 also means 0.
     spike_window: Annotated[int, Range(0, 2**16), Renamed('window')] = 128
     # Robust standard deviations above the median from which on a step counts as a spike.
     spike_threshold: Annotated[float, Range(0, 1e6, above=True), Renamed('spike_deviations')] = 10.0
@@ -81,7 +69,7 @@ class GuardConfig:
     max_consecutive_skips: Annotated[StepsFrom1, Renamed('train.max_skipped_steps')] = 20
     # Maximum number of rollbacks to a checkpoint before the bad steps. A rollback skips their batches. 0 = stop. With
     # train.objective=grpo, 2 also means 0.
-    max_rollbacks: Count = 2
+    max_rollbacks: Annotated[int, Range(0, 10**5)] = 2
     # Number of steps before the first bad step whose batches are also skipped after a rollback.
     rollback_skip_steps: Annotated[Steps, Renamed('rollback_margin')] = 20
     # Factor that a rollback applies to all learning rates; 1 = unchanged.
@@ -96,5 +84,5 @@ class GuardConfig:
     early_stopping_min_delta: Annotated[float, Range(0, 1e6), Renamed('min_delta')] = 0.0
     # Cost limit of all attempts of the run. At the limit, the run saves its state and ends (exit code 0).
     # 0 = unlimited.
-    max_hours: Hours = 0.0
-    max_dollars: Dollars = 0.0
+    max_hours: Annotated[float, Range(0, 1e5)] = 0.0
+    max_dollars: Annotated[float, Range(0, 1e10)] = 0.0

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Annotated, Literal
 
 from maxlm.config.sections.declaration import Renamed
-from maxlm.config.sections.ranges import Count, CountFrom1, Fraction, FractionBelow1, Range, Steps, Weight, WeightAbove0
+from maxlm.config.sections.ranges import Fraction, FractionBelow1, Range, Steps, Weight
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -14,12 +14,12 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 class DpoConfig:
     # Strength of the KL regularization toward the reference, i.e. the initial model. Higher values keep it closer. With
     # orpo, the weight of the odds ratio beside the cross-entropy (lambda in the paper).
-    beta: WeightAbove0 = 0.1
-    # sigmoid (Rafailov et al. 2023, "Direct Preference Optimization") | ipo (Azar et al. 2023, "A General Theoretical
-    # Paradigm to Understand Learning from Human Preferences") | orpo (Hong et al. 2024, "ORPO: Monolithic Preference
-    # Optimization without Reference Model") | kto (Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect Theoretic
-    # Optimization") | apo_zero_unpaired (D'Oosterlinck et al. 2024, "Anchored Preference Optimization and Contrastive
-    # Revisions"). The last two take single answers with labels, and also pairs.
+    beta: Annotated[float, Range(0, 1000, above=True)] = 0.1
+    # Loss. sigmoid: Rafailov et al. 2023, "Direct Preference Optimization"; ipo: Azar et al. 2023, "A General
+    # Theoretical Paradigm to Understand Learning from Human Preferences"; orpo: Hong et al. 2024, "ORPO: Monolithic
+    # Preference Optimization without Reference Model"; kto: Ethayarajh et al. 2024, "KTO: Model Alignment as Prospect
+    # Theoretic Optimization"; apo_zero_unpaired: D'Oosterlinck et al. 2024, "Anchored Preference Optimization and
+    # Contrastive Revisions". The last two take single answers with labels, and also pairs.
     loss_type: Annotated[Literal['sigmoid', 'ipo', 'orpo', 'kto', 'apo_zero_unpaired'], Renamed('loss')] = 'sigmoid'
     # sigmoid: fraction of the pairs that are assumed to be mislabeled (Mitchell 2023, "conservative DPO").
     label_smoothing: FractionBelow1 = 0.0
@@ -51,7 +51,7 @@ class GrpoConfig:
     # Functions of the user that the model may call ('package.module:function', see docs/posttraining.md); () = none.
     tools: tuple = ()
     # Maximum number of tool calls of a response.
-    max_tool_calls: CountFrom1 = 8
+    max_tool_calls: Annotated[int, Range(1, 10**5)] = 8
     # Run the functions of the user in grpo.reward, grpo.eval_reward and grpo.tools in the sandbox, without network,
     # environment variables or other files, and with limits on time and memory. A reward that fails during training is
     # 0.
@@ -73,7 +73,7 @@ class GrpoConfig:
     # Brings You Off-Policy RL Training": 2).
     importance_sampling_cap: Annotated[float, Range(1, 1000)] = 2.0
     # Number of optimization passes over the same responses.
-    num_iterations: Annotated[CountFrom1, Renamed('epochs')] = 1
+    num_iterations: Annotated[int, Range(1, 10**5), Renamed('epochs')] = 1
     # Clipping range of the probability ratio, 1 - epsilon to 1 + epsilon_high (Yu et al. 2025, "DAPO": 0.2 and 0.28).
     # The ratio compares a token's probability with that at sampling time, or with async_rollouts before the first
     # update by the responses.
@@ -84,9 +84,9 @@ class GrpoConfig:
     # Divide advantages by the standard deviation of their group. Liu et al. 2025, "Understanding R1-Zero-Like
     # Training", recommend False.
     scale_rewards: Annotated[bool, Renamed('divide_by_deviation')] = True
-    # Averaging of token losses, named as in TRL: grpo (per response, then over responses: Shao et al. 2024,
-    # "DeepSeekMath") | dapo (over all tokens) | dr_grpo (sum divided by max_completion_length: Liu et al.) | gspo (one
-    # probability ratio per response, the geometric mean over its tokens, averaged over responses: Zheng et al. 2025,
+    # Averaging of token losses, named as in TRL. grpo: per response, then over responses (Shao et al. 2024,
+    # "DeepSeekMath"); dapo: over all tokens; dr_grpo: sum divided by max_completion_length (Liu et al.); gspo: one
+    # probability ratio per response, the geometric mean over its tokens, averaged over responses (Zheng et al. 2025,
     # "Group Sequence Policy Optimization", with epsilon=3e-4 and epsilon_high=4e-4).
     loss_type: Annotated[
         Literal['grpo', 'dapo', 'dr_grpo', 'gspo'],
@@ -96,4 +96,4 @@ class GrpoConfig:
     eval_num_prompts: Steps = 0
     # Number of responses per evaluation prompt at temperature 1, for pass@k, in addition to a greedy one. 0 = greedy
     # only.
-    eval_num_generations: Annotated[Count, Renamed('eval_samples')] = 0
+    eval_num_generations: Annotated[int, Range(0, 10**5), Renamed('eval_samples')] = 0

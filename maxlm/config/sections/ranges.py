@@ -39,38 +39,16 @@ class Range(NamedTuple):
 INT32 = 2**31 - 1
 Steps = Annotated[int, Range(0, INT32)]
 StepsFrom1 = Annotated[int, Range(1, INT32)]
-Positions = Annotated[int, Range(0, INT32)]
-Tokens = Annotated[int, Range(0, 10**18)]
 # Random generators take 32-bit seeds.
 Seed = Annotated[int, Range(0, 2**32 - 1)]
-Count = Annotated[int, Range(0, 10**5)]
-CountFrom1 = Annotated[int, Range(1, 10**5)]
-# Dimensions of a head or of a latent of attention.
-Width = Annotated[int, Range(0, 2**16)]
-# Threads and processes on one machine.
-Workers = Annotated[int, Range(0, 1024)]
-WorkersFrom1 = Annotated[int, Range(1, 1024)]
-# Devices along an axis of the mesh; -1 = the remaining devices.
-AxisSize = Annotated[int, Range(-1, 2**20)]
 Weight = Annotated[float, Range(0, 1000)]
-WeightAbove0 = Annotated[float, Range(0, 1000, above=True)]
-# All published recipes use learning rates far below 1.
-LearningRate = Annotated[float, Range(0, 100)]
 Fraction = Annotated[float, Range(0, 1)]
 FractionBelow1 = Annotated[float, Range(0, 1, below=True)]
 FractionAbove0 = Annotated[float, Range(0, 1, above=True)]
 # Added to a square root or a variance; smaller values are 0 in float32.
 Epsilon = Annotated[float, Range(1e-30, 1)]
-# Number of turns of rotary positions.
-Turns = Annotated[float, Range(0, 1e5, above=True)]
-Multiplier = Annotated[float, Range(1e-4, 1e5)]
-MultiplierOr0 = Annotated[float, Range(1e-4, 1e5, or_zero=True)]
-SoftCap = Annotated[float, Range(0.1, 1e5, or_zero=True)]
 # The largest value is about three years, the longest time that threads can wait.
 Seconds = Annotated[float, Range(0, 1e8)]
-Hours = Annotated[float, Range(0, 1e5)]
-Dollars = Annotated[float, Range(0, 1e10)]
-GiB = Annotated[float, Range(0, 1e9)]
 
 
 def show_number(value: float) -> str:
