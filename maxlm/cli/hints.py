@@ -35,12 +35,11 @@ def print_generate(checkpoint: str | Path) -> None:
 
 def _has_chat(path: Path) -> bool:
     """Returns True if a workdir, or the workdir of a step, has a chat template that can be used."""
+    from maxlm.data.chat.encoder import ChatEncoder
     from maxlm.workdir.files import CHAT_TEMPLATE
 
     for workdir in (path, path.parent.parent):
         if (workdir / CHAT_TEMPLATE).is_file():
-            from maxlm.data.chat.encoder import ChatEncoder
-
             try:
                 ChatEncoder.load(workdir)
             except InputError:
