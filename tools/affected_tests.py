@@ -62,6 +62,8 @@ def _references(root: Path, file: str, files: set[str]) -> set[str]:
     for name in _names((root / file).read_text(encoding='utf-8')):
         path = name.replace('.', '/')
         found |= {f'{path}.py', f'{path}/__init__.py'} & files
+        # `python -m maxlm.COMMAND` runs a module of the command line.
+        found |= {path.replace('maxlm', f'maxlm/cli/{group}') + '.py' for group in ('setup', 'runs', 'models')} & files
         found |= {name} if _exists(root, name) else set()
     for parent in Path(file).parents:
         # tests/conftest.py applies to every test; EVERYTHING covers it.

@@ -140,7 +140,7 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     files: dict[str, list[str]] = {}
     for path in sorted((root / 'maxlm').rglob('*.py')):
         parts = path.relative_to(root).parts
-        files.setdefault(parts[1] if len(parts) > 2 else 'commands', []).append('/'.join(parts))
+        files.setdefault(parts[1] if len(parts) > 2 else 'maxlm', []).append('/'.join(parts))
     packages = sorted(files)
     rng.shuffle(packages)
     chosen: list[Mutant] = []

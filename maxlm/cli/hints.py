@@ -1,10 +1,13 @@
-"""Lines that name the command to run next."""
+"""Lines that name the command to run next, such as `maxlm generate` after a command that made or checked a model."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from pathlib import Path
+
+from maxlm.errors import InputError
 
 # Environment variable: 0 hides the lines.
 HINTS = 'MAXLM_HINTS'
@@ -18,3 +21,28 @@ def print_next(*words: str) -> None:
     if os.environ.get(HINTS) != '0':
         sys.stdout.flush()
         print(f'Next: {shlex.join(words)}', file=sys.stderr, flush=True)
+
+
+def print_generate(checkpoint: str | Path) -> None:
+    """Prints a command that generates text with a checkpoint, as the answer to a user if it is a chat model.
+
+    Args:
+        checkpoint: a workdir, `WORKDIR@STEP` or the directory of one step. A URL is not read for a hint.
+    """
+    chat = ['--chat'] if _has_chat(Path(str(checkpoint).partition('@')[0])) else []
+    print_next('maxlm', 'generate', f'--checkpoint={checkpoint}', *chat, '--prompt=Hello')
+
+
+def _has_chat(path: Path) -> bool:
+    """Returns True if a workdir, or the workdir of a step, has a chat template that can be used."""
+    from maxlm.data.chat.encoder import ChatEncoder
+    from maxlm.workdir.files import CHAT_TEMPLATE
+
+    for workdir in (path, path.parent.parent):
+        if (workdir / CHAT_TEMPLATE).is_file():
+            try:
+                ChatEncoder.load(workdir)
+            except InputError:
+                return False
+            return True
+    return False

@@ -99,12 +99,12 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wraps paragraphs, and keeps the lines of examples and of indented paragraphs."""
+    """Wraps paragraphs, and keeps the lines of those with indented lines, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
         parts = text.strip('\n').split('\n\n')
-        return '\n\n'.join(part if part.startswith((' ', 'example')) else fill(part, width, indent) for part in parts)
+        return '\n\n'.join(part if '\n ' in f'\n{part}' else fill(part, width, indent) for part in parts)
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -143,3 +143,19 @@ class ArgumentParser(argparse.ArgumentParser):
         if match := _REPEATED.match(message):
             raise InputError(message.replace(match[0], f'{match[1]}=', 1))
         raise InputError(f'{message} (see {self.prog} --help)')
+
+
+def command_parser(name: str, description: str | None, *examples: str) -> ArgumentParser:
+    """Returns the parser of the command `maxlm NAME`, without arguments.
+
+    Args:
+        name: name of the command.
+        description: text for `--help`.
+        examples: arguments of the examples for `--help`.
+    """
+    lines = [f'\n  maxlm {name} {example}' for example in examples]
+    return ArgumentParser(
+        prog=f'maxlm {name}',
+        description=description,
+        epilog=f'example{"s" if len(lines) > 1 else ""}:{"".join(lines)}',
+    )

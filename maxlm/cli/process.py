@@ -11,7 +11,7 @@ from functools import partial
 from typing import NoReturn
 
 import maxlm
-from maxlm.cli.commands import COMMANDS, module_of
+from maxlm.cli.commands import COMMANDS, COMPUTING, TRAINING, WITHOUT_OUTPUT, module_of
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED, InputError, exit_code
 from maxlm.runtime.console import survive_lost_terminal
 from maxlm.runtime.malloc import disable_malloc_trim
@@ -49,20 +49,19 @@ def run(name: str) -> NoReturn:
 
     It is the entry point of `python -m maxlm.NAME`.
     """
-    command = COMMANDS[name]
-    if command.computes:
+    if name in COMPUTING:
         disable_malloc_trim()
-    if command.trains:
+    if name in TRAINING:
         # Garbage collection takes an eighth of the time of imports and finds nothing. Training enables it again.
         gc.disable()
     main = module_of(name).main
-    if command.trains:
+    if name in TRAINING:
         from maxlm.telemetry.timeline import process_start_time
 
         main = partial(main, began=process_start_time())
-    code = run_command(main, output_is_optional=command.output_is_optional)
+    code = run_command(main, output_is_optional=name in WITHOUT_OUTPUT)
     # After an invalid argument, JAX is not imported.
-    if command.trains and 'jax' in sys.modules:
+    if name in TRAINING and 'jax' in sys.modules:
         from maxlm.runtime.heartbeat import disconnect
 
         disconnect(code)

@@ -13,8 +13,7 @@ from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
 from maxlm.checkpoint.listing import CheckpointInfo, damaged_steps, list_checkpoints, resolve_checkpoint, run_config
 from maxlm.checkpoint.restore import is_params_only
-from maxlm.cli.generate_hint import print_generate
-from maxlm.cli.hints import print_next
+from maxlm.cli.hints import print_generate, print_next
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes

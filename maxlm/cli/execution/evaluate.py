@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxlm.cli.generate_hint import print_generate
+from maxlm.cli.hints import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.evaluation.code import ProgramsConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from maxlm.cli.generate_hint import print_generate
-from maxlm.cli.hints import print_next
+from maxlm.cli.hints import print_generate, print_next
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
 from maxlm.huggingface.export_gguf import BLOCK, export_gguf

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.cli.generate_hint import print_generate
+from maxlm.cli.hints import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_DONE, InputError

@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-from maxlm.cli.generate_hint import print_generate
+from maxlm.cli.hints import print_generate
 from maxlm.config.config_files import default_workdir
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED

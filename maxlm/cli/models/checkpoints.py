@@ -15,7 +15,7 @@ input.
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -36,11 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm checkpoints',
-        description=__doc__,
-        epilog='example: maxlm checkpoints verify runs/first@best',
-    )
+    parser = command_parser('checkpoints', __doc__, 'verify runs/first@best')
     commands = parser.add_subparsers(dest='command', required=True, metavar='list|verify|prune|fetch|merge')
     helps = {
         'list': 'list steps with sizes, validation losses and retention reasons',

@@ -8,7 +8,7 @@ given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --fi
 
 from __future__ import annotations
 
-from maxlm.cli.parser import SHARED, ArgumentParser, number
+from maxlm.cli.parser import SHARED, ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.errors import InputError
 from maxlm.storage.paths import Kind, PathList, PathOption
@@ -32,11 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm evaluate',
-        description=__doc__,
-        epilog='example: maxlm evaluate --checkpoint=runs/first --tasks=arc_easy',
-    )
+    parser = command_parser('evaluate', __doc__, '--checkpoint=runs/first --tasks=arc_easy')
     add = parser.add_argument
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument(

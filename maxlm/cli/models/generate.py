@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser, number, text_argument
+from maxlm.cli.parser import ArgumentParser, command_parser, number, text_argument
 from maxlm.cli.process import run
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.storage.paths import Kind, PathOption
@@ -29,11 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm generate',
-        description=__doc__,
-        epilog='example: maxlm generate --checkpoint=runs/first --prompt="Once upon"',
-    )
+    parser = command_parser('generate', __doc__, '--checkpoint=runs/first --prompt="Once upon"')
     file = PathOption(Kind.FILE, as_path=True)
     parser.add_shared('--checkpoint')
     parser.add_argument('--prompt', action='append', type=text_argument, help='text to continue; repeatable')

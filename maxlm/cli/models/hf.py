@@ -14,7 +14,7 @@ are dequantized.
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.keys import section_keys
 from maxlm.config.schema import ExportConfig
@@ -32,11 +32,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm hf',
-        description=__doc__,
-        epilog='example:\n  maxlm hf import --input=Qwen3-0.6B --output=runs/qwen3',
-    )
+    parser = command_parser('hf', __doc__, 'import --input=Qwen3-0.6B --output=runs/qwen3')
     commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
 
     def command(name: str, help: str, example: str) -> ArgumentParser:

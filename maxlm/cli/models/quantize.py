@@ -8,7 +8,7 @@ run or on --data; --no-eval skips the comparison.
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.storage.paths import Kind, PathOption
@@ -24,11 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm quantize',
-        description=__doc__,
-        epilog='example: maxlm quantize --checkpoint=runs/first --format=int8 --output=runs/first-int8',
-    )
+    parser = command_parser('quantize', __doc__, '--checkpoint=runs/first --format=int8 --output=runs/first-int8')
     groups = ', '.join(f'{kind}: {group}' for kind, group in QUANTIZATION_GROUPS.items())
     parser.add_shared('--checkpoint')
     parser.add_argument(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from maxlm.cli.execution.api_key import API_KEY, read_api_key
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.errors import InputError
 from maxlm.storage.paths import Kind, PathOption
@@ -30,11 +30,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm serve',
-        description=__doc__,
-        epilog='example: maxlm serve --checkpoint=runs/first --port=8000',
-    )
+    parser = command_parser('serve', __doc__, '--checkpoint=runs/first --port=8000')
     parser.add_shared('--checkpoint', help='workdir, WORKDIR@STEP, directory of one step, or Transformers directory')
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on (default %(default)s)')
     parser.add_argument(

@@ -6,7 +6,7 @@ learns from its most likely tokens, without running the teacher. To resume, run 
 
 from __future__ import annotations
 
-from maxlm.cli.parser import SHARED, ArgumentParser, number
+from maxlm.cli.parser import SHARED, ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.storage.paths import Kind, PathOption
 
@@ -21,11 +21,8 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm distill',
-        description=__doc__,
-        epilog='example: maxlm distill --data=data/mine --teacher=runs/first --top-k=64 --seq-len=256 '
-        '--output=data/mine-teacher',
+    parser = command_parser(
+        'distill', __doc__, '--data=data/mine --teacher=runs/first --top-k=64 --seq-len=256 --output=data/mine-teacher'
     )
     directory = PathOption(Kind.DIRECTORY)
     parser.add_argument('--data', type=directory, required=True, help='data set of maxlm prepare')

@@ -6,9 +6,9 @@ responses that score above others to the same prompt (GRPO). Workdir, resuming a
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.cli.runs import train
+from maxlm.cli.runs.train import add_arguments
 from maxlm.config.loading import split_overrides
 
 
@@ -24,7 +24,9 @@ def main(argv: list[str], *, began: float | None = None) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    return train.make_parser('maxlm grpo', __doc__, '--config=configs/arithmetic.py:rl')
+    parser = command_parser('grpo', __doc__, '--config=configs/arithmetic.py:rl')
+    add_arguments(parser)
+    return parser
 
 
 if __name__ == '__main__':

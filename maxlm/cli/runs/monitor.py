@@ -14,7 +14,7 @@ import time
 from rich.console import Console
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.errors import EXIT_DONE
 from maxlm.monitoring.live import show_once, watch
@@ -38,11 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm monitor',
-        description=__doc__,
-        epilog='examples:\n  maxlm monitor runs/a\n  maxlm monitor runs/a gs://bucket/runs/b --once',
-    )
+    parser = command_parser('monitor', __doc__, 'runs/a', 'runs/a gs://bucket/runs/b --once')
     parser.add_shared('workdirs')
     parser.add_argument('--once', action='store_true', help='print the runs once and exit')
     parser.add_argument(

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from maxlm.cli.commands import TRAINING
 from maxlm.cli.hints import HINTS, print_next
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.loading import load, load_phases, split_overrides
 from maxlm.config.schema import Config
@@ -27,8 +28,6 @@ from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, InputError
 from maxlm.supervision.restarts import Policy, find_option, find_workdir
 from maxlm.supervision.supervisor import Supervisor
 
-# Commands that take --config and --config.section.key=value.
-TRAINING = ('train', 'grpo')
 # Ends of errors that name options of a phase, which the user of a recipe does not write.
 HINTS_BY_ERROR = {
     'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
@@ -223,11 +222,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm recipe',
-        description=__doc__,
-        epilog='example: maxlm recipe --config=configs/neox.py:smoke text=texts/',
-    )
+    parser = command_parser('recipe', __doc__, '--config=configs/neox.py:smoke text=texts/')
     parser.add_shared('--config', '--max-failures')
     parser.add_argument('inputs', nargs='*', metavar='NAME=PATH', help='value of a {NAME} field of the phases')
     parser.add_argument(

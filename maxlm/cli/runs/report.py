@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.errors import EXIT_DONE, InputError, os_message
 from maxlm.formatting import format_bytes
@@ -51,11 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm report',
-        description=__doc__,
-        epilog='examples:\n  maxlm report runs/a\n  maxlm report runs/a gs://bucket/runs/b --output=compare.html',
-    )
+    parser = command_parser('report', __doc__, 'runs/a', 'runs/a gs://bucket/runs/b --output=compare.html')
     parser.add_shared('workdirs', help='workdir or URL of a run; several are compared')
     parser.add_argument(
         '--output',

@@ -20,7 +20,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.config.schema import DataConfig
 from maxlm.errors import EXIT_DONE, InputError, flag
@@ -62,12 +62,8 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm supervise',
-        description=__doc__,
-        usage='%(prog)s [OPTIONS] -- COMMAND …',
-        epilog='example: maxlm supervise -- maxlm train --config=configs/tiny.py',
-    )
+    parser = command_parser('supervise', __doc__, '-- maxlm train --config=configs/tiny.py')
+    parser.usage = '%(prog)s [OPTIONS] -- COMMAND …'
     parser.add_shared('--max-failures')
     parser.add_argument(
         '--backoff',

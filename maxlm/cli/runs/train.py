@@ -11,7 +11,7 @@ If one of several processes (see `maxlm.runtime.initialize`) is lost or hangs, a
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.loading import split_overrides
 from maxlm.storage.paths import ANY, Kind, PathOption
@@ -28,13 +28,14 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     return execute(options, overrides, open_text, began=began)
 
 
-def make_parser(
-    prog: str = 'maxlm train',
-    description: str | None = __doc__,
-    example: str = '--config=configs/tiny.py --workdir=runs/first',
-) -> ArgumentParser:
-    """Returns the parser of a training command."""
-    parser = ArgumentParser(prog=prog, description=description, epilog=f'example: {prog} {example}')
+def make_parser() -> ArgumentParser:
+    parser = command_parser('train', __doc__, '--config=configs/tiny.py --workdir=runs/first')
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds the options of a training command."""
     parser.add_shared('--config')
     parser.add_argument(
         '--workdir',
@@ -48,7 +49,6 @@ def make_parser(
         metavar='WORKDIR[@STEP]',
         help='checkpoint that a new run resumes from, with its state, history and data position; directory or URL',
     )
-    return parser
 
 
 if __name__ == '__main__':

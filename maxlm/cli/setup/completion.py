@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import shtab
 
 from maxlm.cli.commands import COMMANDS, module_of
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.config_files import shipped_configs
 from maxlm.config.keys import declared_keys
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog='maxlm completion', description=__doc__, epilog='example: maxlm completion bash')
+    parser = command_parser('completion', __doc__, 'bash')
     parser.add_argument('shell', choices=SHELLS, metavar='|'.join(SHELLS), help='name of the shell')
     return parser
 

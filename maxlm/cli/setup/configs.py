@@ -9,7 +9,7 @@ import ast
 from pathlib import Path
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.config_files import shipped_configs
 from maxlm.config.validation import nearest
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog='maxlm configs', description=__doc__, epilog='example: maxlm configs show tiny')
+    parser = command_parser('configs', __doc__, 'show tiny')
     commands = parser.add_subparsers(dest='command', metavar='COMMAND')
     commands.add_parser('list', help='list the configs with their purpose and hardware (default)')
     show = commands.add_parser('show', help='print a config file')

@@ -13,7 +13,7 @@ import json
 import sys
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.diagnostics.checks.registry import CHECKS, choose
 from maxlm.diagnostics.context import CheckContext
@@ -92,11 +92,8 @@ def _names(given: str) -> list[str]:
 def make_parser() -> ArgumentParser:
     width = max(len(check.name) for check in CHECKS)
     listed = '\n'.join(f'  {check.name:<{width}}  {check.description}' for check in CHECKS)
-    parser = ArgumentParser(
-        prog='maxlm doctor',
-        description=__doc__,
-        epilog=f'checks:\n{listed}\n\nexample: maxlm doctor --config=configs/tiny.py --workdir=runs/first',
-    )
+    parser = command_parser('doctor', __doc__, '--config=configs/tiny.py --workdir=runs/first')
+    parser.epilog = f'checks:\n{listed}\n\n{parser.epilog}'
     parser.add_shared('--config', required=False, type=PathOption(Kind.FILE, may_be_empty=True), default='')
     parser.add_argument(
         '--workdir',

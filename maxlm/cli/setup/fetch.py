@@ -1,11 +1,14 @@
-"""Fetches files and prepared data sets from a bucket to a local directory: `maxlm fetch`.
+"""Fetches files and folders from a bucket.
 
-Example: `maxlm fetch --input gs://bucket/web --output data/web`.
+To resume an interrupted fetch, run the same command: partial files are continued, complete files are skipped. Each file
+is verified with a checksum: that of the manifest in a prepared data set, otherwise that of the bucket. Credentials are
+those of the protocol's library: GOOGLE_APPLICATION_CREDENTIALS for gs://, AWS_PROFILE or AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY for s3://.
 """
 
 from __future__ import annotations
 
-from maxlm.cli.parser import ArgumentParser, number
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -24,15 +27,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm fetch',
-        description='Fetches files and folders from a bucket. To resume an interrupted fetch, run the same command: '
-        'partial files are continued, complete files are skipped. Each file is verified with a checksum: that of '
-        'the manifest in a prepared data set, otherwise that of the bucket. Credentials are those of the '
-        "protocol's library: GOOGLE_APPLICATION_CREDENTIALS for gs://, AWS_PROFILE or AWS_ACCESS_KEY_ID and "
-        'AWS_SECRET_ACCESS_KEY for s3://.',
-        epilog='example: maxlm fetch --input gs://bucket/web --output data/web',
-    )
+    parser = command_parser('fetch', __doc__, '--input gs://bucket/web --output data/web')
     add = parser.add_argument
     add(
         '--input',

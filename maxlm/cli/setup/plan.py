@@ -14,17 +14,12 @@ from __future__ import annotations
 import argparse
 import math
 
-from maxlm.cli.parser import ArgumentParser
+from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.loading import split_overrides
 from maxlm.errors import InputError, flag
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE
 from maxlm.storage.paths import Kind, PathOption
-
-EXAMPLES = """examples:
-  maxlm plan --config=configs/1b.py --target=h100:8x4
-  maxlm plan --config=configs/1b.py --target=v5p:4x4x4 --search
-  maxlm plan --config=configs/1b.py --target=h100:8 --sweep --dollars=1000 --output=sweep.html"""
 
 
 def main(argv: list[str]) -> int:
@@ -54,10 +49,12 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def make_parser(*, plans: bool = True) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm plan',
-        description=__doc__,
-        epilog=EXAMPLES,
+    parser = command_parser(
+        'plan',
+        __doc__,
+        '--config=configs/1b.py --target=h100:8x4',
+        '--config=configs/1b.py --target=v5p:4x4x4 --search',
+        '--config=configs/1b.py --target=h100:8 --sweep --dollars=1000 --output=sweep.html',
     )
     parser.add_shared('--config', required=plans)
     parser.add_argument('--target', required=plans, help='target hardware, e.g. h100:8, h100:8x4 or v4:2x2x4')

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxlm.cli.hints import print_next
-from maxlm.cli.parser import ArgumentParser, text_argument
+from maxlm.cli.parser import ArgumentParser, command_parser, text_argument
 from maxlm.cli.process import run
 from maxlm.data.filters.registry import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
@@ -41,10 +41,10 @@ def parse(argv: list[str]) -> PrepareOptions:
 
 
 def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog='maxlm prepare',
-        description='Converts text to tokenized records for training. To resume, run the same command again.',
-        epilog='example: maxlm prepare --input texts/ --output data/web --tokenizer bpe:32000',
+    parser = command_parser(
+        'prepare',
+        'Converts text to tokenized records for training. To resume, run the same command again.',
+        '--input texts/ --output data/web --tokenizer bpe:32000',
     )
     what = parser.add_argument_group('input and output').add_argument
     what(
