@@ -8,10 +8,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxlm.checkpoint.save_policy import broadcast_from_host0
+from maxlm.checkpoint.retention import broadcast_from_host0, next_check
 from maxlm.config.schema import Config
 from maxlm.trainer.throughput import Throughput
-from maxlm.training.retention import next_check
 from maxlm.training.run_control import RunControl, seconds_left, spend
 from maxlm.training.run_length import (
     MEASURED_SHARE,

@@ -12,7 +12,7 @@ from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import params_item, restore_params
-from maxlm.checkpoint.retention_policy import RetentionPolicy
+from maxlm.checkpoint.retention import RetentionPolicy, RetentionRules
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.training.spike_guard import SpikeStatistics
@@ -251,7 +251,7 @@ def test_checkpoints_stay_below_the_size_limit(tmp_path, monkeypatch, caplog):
 
 
 def test_the_size_of_a_step_is_that_of_its_files(saved):
-    policy = RetentionPolicy(StepDirectory(saved), max_to_keep=1, keep_best=0, keep_period=0, max_bytes=1)
+    policy = RetentionPolicy(StepDirectory(saved), RetentionRules(1, max_bytes=1))
     assert policy._size(7) == size_of(saved / CHECKPOINTS_DIR / '7') > 0
 
 
