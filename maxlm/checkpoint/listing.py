@@ -9,14 +9,11 @@ from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.restore import VALIDATION_LOSS
 from maxlm.checkpoint.retention import Losses, best_step
-from maxlm.config.loading import from_json
-from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.workdir.files import CONFIG
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, DAMAGED_MARKER, split_name
 
 
@@ -120,22 +117,6 @@ def damaged_steps(workdir: str) -> list[str]:
     moved = list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{DAMAGED}') if DAMAGED in names else []
     marked = [name for name in names if is_url(workdir) and name.isdigit() and _is_set_aside(workdir, name)]
     return [entry.name for entry in moved] + sorted(marked, key=int)
-
-
-def run_config(workdir: str) -> Config:
-    """Returns the config of a run, local or in a bucket.
-
-    Raises:
-        InputError: the config is missing or cannot be read.
-    """
-    path = f'{workdir}/{CONFIG}'
-    try:
-        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode())
-    except ValueError as error:
-        raise InputError(
-            f'{display_path(path)}: not a valid config of this version of maxlm ({error}); '
-            'use the version that wrote it'
-        ) from error
 
 
 def _entries(workdir: str) -> list[str]:

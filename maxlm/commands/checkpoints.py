@@ -17,7 +17,6 @@ from maxlm.checkpoint.listing import (
     list_checkpoints,
     losses_of,
     resolve_checkpoint,
-    run_config,
 )
 from maxlm.checkpoint.restore import is_params_only
 from maxlm.checkpoint.retention import RetentionRules, steps_to_resume
@@ -30,6 +29,7 @@ from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
+from maxlm.workdir.files import read_config
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
 
@@ -162,7 +162,7 @@ def _reasons(
 def _config(workdir: str, options: argparse.Namespace, *, need_config: bool) -> Config:
     """Returns the config of the run, or the default if it is missing and not needed."""
     try:
-        return run_config(workdir)
+        return read_config(workdir)
     except InputError:
         if need_config and any(getattr(options, rule) is None for rule in RULES):
             raise
