@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from maxlm.checkpoint.teacher import with_teacher
 from maxlm.config import schema
 from maxlm.config.loading import load, override
 from maxlm.planning.machine import local_resolver
-from maxlm.workdir.teacher import with_teacher
 
 if TYPE_CHECKING:
     from maxlm.api.dataset import Dataset

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from maxlm.api.config import to_config
+from maxlm.checkpoint.teacher import with_teacher
 from maxlm.config.resolve import needs_tokamax, resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
@@ -19,7 +20,6 @@ from maxlm.planning.report import as_json, as_text, cost_of
 from maxlm.planning.scaling import Data
 from maxlm.planning.search import choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.planning.targets import CompilerMissingError, Target, check_compiler, parse_target
-from maxlm.workdir.teacher import with_teacher
 
 # Compute capability of the first GPUs for which Mosaic does not compile kernels ahead of time (jaxlib 0.10.2).
 BLACKWELL = (10, 0)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.restore import VALIDATION_LOSS
-from maxlm.config.loading import from_json
-from maxlm.config.schema import Config
+from maxlm.checkpoint.retention import Losses, best_step
 from maxlm.errors import InputError
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.training.retention import SavedStep, best_step
-from maxlm.workdir.files import CONFIG
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, DAMAGED_MARKER, split_name
 
 
@@ -55,20 +53,34 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     """
     workdir, wanted = split_name(checkpoint)
     steps = list_checkpoints(workdir)
-    if not steps:
-        raise InputError(
-            f'{display_path(checkpoint)}: no checkpoint in {display_path(workdir)}/{CHECKPOINTS_DIR}; choose a workdir '
-            'of maxlm train'
-        )
+    chosen = select_step(display_path(checkpoint), display_path(workdir), wanted, losses_of(steps))
+    return CheckpointRef(workdir, [one for one in steps if one.step == chosen or not wanted])
+
+
+def select_step(given: str, workdir: str, wanted: str, losses: Losses) -> int:
+    """Returns the step of a workdir with the number `wanted`, the `best` one, or the newest one if it is ''.
+
+    Args:
+        given: checkpoint as given by the user, for error messages.
+        workdir: its workdir, for error messages.
+        wanted: second result of `split_name`.
+        losses: existing checkpoints.
+
+    Raises:
+        InputError: there is no such step.
+    """
+    if not losses:
+        raise InputError(f'{given}: no checkpoint in {workdir}/{CHECKPOINTS_DIR}; choose a workdir of maxlm train')
     if not wanted:
-        return CheckpointRef(workdir, steps)
-    best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
-    chosen = [one for one in steps if (one.step == best if wanted == BEST else str(one.step) == wanted)]
-    if not chosen:
-        known = ', '.join(str(one.step) for one in steps)
-        reason = 'no step was saved with a validation loss' if wanted == BEST else f'step {wanted!r} does not exist'
-        raise InputError(f'{display_path(checkpoint)}: {reason}; available steps: {known}')
-    return CheckpointRef(workdir, chosen)
+        return max(losses)
+    steps = {str(step): step for step in sorted(losses)}
+    chosen = best_step(losses) if wanted == BEST else steps.get(wanted)
+    if chosen is None:
+        reason = f'step {wanted!r} does not exist'
+        if wanted == BEST:
+            reason = 'no step was saved with a validation loss (eval.interval)'
+        raise InputError(f'{given}: {reason}; available steps: {", ".join(steps)}')
+    return chosen
 
 
 def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
@@ -94,28 +106,17 @@ def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
     ]
 
 
+def losses_of(steps: Iterable[CheckpointInfo]) -> Losses:
+    """Returns the validation losses by step."""
+    return {one.step: one.validation_loss for one in steps}
+
+
 def damaged_steps(workdir: str) -> list[str]:
     """Returns the names of the steps that were set aside as corrupt."""
     names = _entries(workdir)
     moved = list_directory(f'{workdir}/{CHECKPOINTS_DIR}/{DAMAGED}') if DAMAGED in names else []
     marked = [name for name in names if is_url(workdir) and name.isdigit() and _is_set_aside(workdir, name)]
     return [entry.name for entry in moved] + sorted(marked, key=int)
-
-
-def run_config(workdir: str) -> Config:
-    """Returns the config of a run, local or in a bucket.
-
-    Raises:
-        InputError: the config is missing or cannot be read.
-    """
-    path = f'{workdir}/{CONFIG}'
-    try:
-        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode())
-    except ValueError as error:
-        raise InputError(
-            f'{display_path(path)}: not a valid config of this version of maxlm ({error}); '
-            'use the version that wrote it'
-        ) from error
 
 
 def _entries(workdir: str) -> list[str]:

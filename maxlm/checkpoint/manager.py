@@ -27,13 +27,13 @@ from etils import epath
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.async_save import SOURCE, AsyncSave, failure_reason
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
+from maxlm.checkpoint.listing import select_step
 from maxlm.checkpoint.params import chunked_by_layer
 from maxlm.checkpoint.restore import VALIDATION_LOSS, RestoredState, is_params_only, items_of, progress_of, restore_step
-from maxlm.checkpoint.retention_policy import RetentionPolicy
+from maxlm.checkpoint.retention import RetentionPolicy, RetentionRules
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.runtime.barrier import ProcessGroup
-from maxlm.training.retention import SavedStep, best_step
 from maxlm.training.state import TrainState
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
@@ -64,7 +64,7 @@ class Checkpoints:
         """
         Args:
             workdir: workdir of the run: a directory, or gs://bucket/run.
-            max_to_keep, keep_best, keep_period, max_bytes: see `steps_to_delete`.
+            max_to_keep, keep_best, keep_period, max_bytes: see `RetentionRules`.
             compare_replicas: compare the replicas of all arrays before each save.
             on_failure: called from a thread with one line about each failed save. The run can continue: earlier steps
                 are intact, and the next save is independent of the failed one.
@@ -74,8 +74,8 @@ class Checkpoints:
         """
         self._folder = StepDirectory(workdir)
         self.directory = self._folder.path
-        rules = {'max_to_keep': max_to_keep, 'keep_best': keep_best, 'keep_period': keep_period}
-        self._policy = RetentionPolicy(self._folder, **rules, max_bytes=max_bytes)
+        rules = RetentionRules(max_to_keep, keep_best, keep_period, max_bytes)
+        self._policy = RetentionPolicy(self._folder, rules)
         self._compare_replicas, self._on_failure = compare_replicas, on_failure
         self._group = ProcessGroup()
         self._is_first_process = jax.process_index() == 0
@@ -83,9 +83,7 @@ class Checkpoints:
         self._lock = threading.Lock()
         self._complete = set(self._folder.complete())
         # Only process 0 deletes steps.
-        self._losses = (
-            {one.step: one.validation_loss for one in saved_losses(workdir)} if self._is_first_process else {}
-        )
+        self._losses = saved_losses(workdir) if self._is_first_process else {}
         self._save: AsyncSave | None = None
         # Duration of the newest complete save; 0 before the first one.
         self.save_seconds = 0.0
@@ -269,7 +267,7 @@ class Checkpoints:
         if self._needs_cleaning:
             self._needs_cleaning = False
             self._cleaning = self._clean(self._folder.clear)
-        if self._policy.max_bytes:
+        if self._policy.rules.max_bytes:
             self._cleaning = self._clean(partial(self._delete_old, before_save=True))
         self._cleaning.result()
         problem = ''
@@ -322,9 +320,9 @@ class Checkpoints:
 
     def _delete_old(self, *, before_save: bool = False) -> None:
         with self._lock:
-            saved = [SavedStep(step, self._losses.get(step)) for step in self._complete]
+            losses = {step: self._losses.get(step) for step in self._complete}
         problem = None
-        for step in self._policy.steps_to_delete(saved, before_save=before_save):
+        for step in self._policy.steps_to_delete(losses, before_save=before_save):
             try:
                 self._folder.delete(step)
             except InputError as error:
@@ -348,16 +346,16 @@ def saved_steps(workdir: Any) -> list[int]:
     return StepDirectory(workdir).complete()
 
 
-def saved_losses(workdir: Any) -> list[SavedStep]:
+def saved_losses(workdir: Any) -> dict[int, float | None]:
     """Returns the complete steps with their validation losses, oldest first. The loss is None if it cannot be read."""
-    found = []
+    losses: dict[int, float | None] = {}
     for step in saved_steps(workdir):
         try:
             loss = read_json(to_path(workdir) / CHECKPOINTS_DIR / str(step) / 'progress').get(VALIDATION_LOSS)
         except CorruptCheckpointError:
             loss = None
-        found.append(SavedStep(step, loss if isinstance(loss, float) else None))
-    return found
+        losses[step] = loss if isinstance(loss, float) else None
+    return losses
 
 
 def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
@@ -374,21 +372,5 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
         parent = StepDirectory(directory.parent.parent)
         if parent.is_complete(directory.name):
             return directory
-    folder, steps = directory / CHECKPOINTS_DIR, saved_steps(directory)
-    if not steps:
-        raise InputError(f'{key}={checkpoint}: no checkpoint in {folder}; choose a workdir of maxlm train')
-    if not wanted:
-        return folder / str(steps[-1])
-    if wanted == BEST:
-        best = best_step(saved_losses(directory))
-        if best is None:
-            raise InputError(
-                f'{key}={checkpoint}: no step was saved with a validation loss (eval.interval); available steps: '
-                f'{", ".join(map(str, steps))}'
-            )
-        return folder / str(best)
-    if wanted not in map(str, steps):
-        raise InputError(
-            f'{key}={checkpoint}: step {wanted!r} does not exist; available steps: {", ".join(map(str, steps))}'
-        )
-    return folder / wanted
+    losses = saved_losses(directory) if wanted == BEST else dict.fromkeys(saved_steps(directory))
+    return directory / CHECKPOINTS_DIR / str(select_step(f'{key}={checkpoint}', str(directory), wanted, losses))

@@ -163,7 +163,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
     Raises:
         InputError: the teacher does not fit to the vocabulary, the sequence length or the mesh of the run.
     """
-    assert bool(config.distill.teacher) == (config.teacher is not None), 'see `maxlm.workdir.teacher.with_teacher`'
+    assert bool(config.distill.teacher) == (config.teacher is not None), 'see `maxlm.checkpoint.teacher.with_teacher`'
     if config.distill.logits_dir and not config.distill.top_k:
         raise InputError(
             f'distill.top_k=0 with distill.logits_dir={config.distill.logits_dir}: set it to the number of stored '

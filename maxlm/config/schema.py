@@ -270,7 +270,7 @@ class Config:
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
-    # Model of distill.teacher, which is no section: `maxlm.workdir.teacher` reads it from the teacher's config.
+    # Model of distill.teacher, which is no section: `maxlm.checkpoint.teacher` reads it from the teacher's config.
     teacher: ModelConfig | None = None
 
     @property

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxlm.checkpoint.listing import resolve_checkpoint
+from maxlm.checkpoint.listing import losses_of, resolve_checkpoint
+from maxlm.checkpoint.retention import best_step
 from maxlm.errors import InputError
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import logger
 from maxlm.storage.filesystem import display_path, is_url
-from maxlm.training.retention import SavedStep, best_step
 from maxlm.workdir.model_directory import is_model_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
@@ -55,7 +55,7 @@ def _best_checkpoint(checkpoint: str) -> str:
     if step_name or (path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR):
         return checkpoint
     steps = resolve_checkpoint(checkpoint).steps
-    best = best_step(SavedStep(one.step, one.validation_loss) for one in steps)
+    best = best_step(losses_of(steps))
     if best is None:
         logger.info(
             f'{display_path(workdir)}: no step has a validation loss; serving the newest, step {steps[-1].step}'

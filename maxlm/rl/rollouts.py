@@ -49,7 +49,6 @@ from maxlm.rl.tool_environment import ToolEnvironment, open_tools
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
-from maxlm.trainer.source_metrics import NullSourceMetrics, SourceMetrics
 from maxlm.training.batch import PROXIMAL
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
@@ -248,21 +247,6 @@ class RolloutBatches(BatchSource):
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
 
-    def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
-        """See `BatchSource`."""
-        del config, decisions
-        return NullSourceMetrics()
-
-    def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """See `BatchSource`."""
-        del batch
-        return {}
-
-    @property
-    def evaluation_share(self) -> float:
-        """Returns 0. It is needed only for run lengths by budget, which GRPO does not support."""
-        return 0.0
-
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
         assert self._eval_prompts, 'eval.interval is refused without them'
@@ -296,10 +280,6 @@ class RolloutBatches(BatchSource):
         """Returns the samples of the last evaluation."""
         del params
         return self._samples
-
-    def at_end(self) -> str:
-        """Returns ''."""
-        return ''
 
     @property
     def _made(self) -> tuple[Sampler | ToolSampler, Layout]:

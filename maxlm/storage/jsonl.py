@@ -36,25 +36,14 @@ def read_lines(path: Path) -> JsonlFile:
     Raises:
         InputError: a line other than the last is not a JSON object.
     """
-    try:
-        content = read_bytes(path)
-    except FileNotFoundError:
-        return JsonlFile([], False)
-    except NotRegularError as error:
-        raise InputError(f'{path}: {os_message(error)}; move it elsewhere') from error
     # A complete file ends with a newline, so the last part is empty or truncated. It may end inside a UTF-8 character.
-    *complete, rest = content.split(b'\n')
+    *complete, rest = _read(path).split(b'\n')
     return JsonlFile([_parse(path, number, line) for number, line in enumerate(complete, start=1)], bool(rest))
 
 
 def drop_partial_line(path: Path) -> None:
     """Removes a truncated last line, so that the next appended line starts on its own line."""
-    try:
-        content = read_bytes(path)
-    except FileNotFoundError:
-        return
-    except NotRegularError as error:
-        raise InputError(f'{path}: {os_message(error)}; move it elsewhere') from error
+    content = _read(path)
     complete = content.rfind(b'\n') + 1
     if complete < len(content):
         with path.open('r+b') as file:
@@ -64,6 +53,15 @@ def drop_partial_line(path: Path) -> None:
 def truncation_note(name: str) -> str:
     """Returns the note that a truncated last line was skipped."""
     return f'{name}: skipped the incomplete last line'
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path)
+    except FileNotFoundError:
+        return b''
+    except NotRegularError as error:
+        raise InputError(f'{path}: {os_message(error)}; move it elsewhere') from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

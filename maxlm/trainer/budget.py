@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxlm.checkpoint.save_policy import broadcast_from_host0
+from maxlm.checkpoint.retention import broadcast_from_host0, next_check
 from maxlm.config.schema import Config
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import RunControl, seconds_left, spend
@@ -23,7 +23,6 @@ from maxlm.training.decisions.run_length import (
     measured_steps,
     next_decision,
 )
-from maxlm.training.retention import next_check
 
 
 class RunBudget:

@@ -7,12 +7,10 @@ import hashlib
 import math
 import time
 from collections.abc import Collection, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -20,7 +18,8 @@ from maxlm.checkpoint import checksums
 from maxlm.checkpoint.conversion.quantized_init import open_initial
 from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
-from maxlm.checkpoint.params import check_params, copy_params, is_mtp, params_item, restore_params
+from maxlm.checkpoint.params import copy_params, is_mtp, params_item
+from maxlm.checkpoint.teacher import TEACHER, read_teacher
 from maxlm.config.schema import Config
 from maxlm.config.user_function import is_function_name
 from maxlm.data.loader.batch_rows import BatchRows
@@ -39,10 +38,9 @@ from maxlm.training.compile import device_options
 from maxlm.training.decisions.run_control import Rollback, RunControl, from_json, rolled_back, to_json
 from maxlm.training.decisions.run_length import at_start
 from maxlm.training.decisions.schedule_change import schedule_change
-from maxlm.training.reference import reference_config, to_reference
+from maxlm.training.reference import reference_of
 from maxlm.training.state import Params, TrainState, init_opt_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
-from maxlm.workdir.teacher import TEACHER, teacher_workdir
 
 INIT_FROM = 'train.init_from'
 # Entry of the data fingerprint.
@@ -202,49 +200,6 @@ def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenize
             raise InputError(f'{INIT_FROM}={config.train.init_from}: {error}') from None
 
 
-def check_teacher(config: Config, abstract: TrainState, *, tokenizer: Path) -> None:
-    """Checks the teacher of a run, if it has one, without reading its arrays.
-
-    Args:
-        config: resolved config.
-        abstract: result of `abstract_state`.
-        tokenizer: `tokenizer.json` of the run's data.
-
-    Raises:
-        InputError: the checkpoint does not exist, is not one of the model of its config, or has another tokenizer.
-    """
-    if config.teacher is None:
-        return
-    step = find_step(config.distill.teacher, key=TEACHER)
-    path = teacher_workdir(config.distill.teacher) / TOKENIZER
-    if path.is_file() and load_tokenizer(path).ids_sha256 != Tokenizer.load(tokenizer).ids_sha256:
-        raise InputError(
-            f'{TEACHER}={config.distill.teacher}: the teacher has another tokenizer, {path}, than the data, '
-            f'{tokenizer}; prepare the data with --tokenizer {path}'
-        )
-    try:
-        check_params(step, _in_float32(abstract.reference))
-    except InputError as error:
-        raise InputError(f'{TEACHER}={config.distill.teacher}: {error}') from None
-
-
-def read_teacher(config: Config, abstract: TrainState) -> Params | None:
-    """Returns the parameters of a run's teacher in the dtypes and shardings of `abstract`; None without a teacher.
-
-    The moving average is used if the teacher's run kept one. All processes call it together.
-    """
-    if config.teacher is None:
-        return None
-    step = find_step(config.distill.teacher, key=TEACHER)
-    params = restore_params(step, _in_float32(abstract.reference), item=params_item(step))
-    logger.info(f'distilling from the teacher {step}')
-    return reference_of(config, params, abstract)
-
-
-def _in_float32(params: Params) -> Params:
-    return jax.tree.map(lambda leaf: leaf.update(dtype=jnp.float32), params)
-
-
 def restore_or_initialize(
     config: Config,
     *,
@@ -290,7 +245,7 @@ def restore_or_initialize(
         has_new_params = config.model.lora_rank or origin.upcycled is not None
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
-        state = state._replace(reference=reference_of(config, params, abstract))
+        state = state._replace(reference=reference_of(config, params, abstract.reference))
     return state, restored.history, restored.source, restored.fingerprint
 
 
@@ -331,7 +286,9 @@ def initialize_state(
         if line:
             logger.info(str(line))
     ema = None if abstract.ema is None else copy_params(params)
-    reference = reference_of(config, params, abstract) if config.teacher is None else read_teacher(config, abstract)
+    reference = read_teacher(config, abstract)
+    if config.teacher is None:
+        reference = reference_of(config, params, abstract.reference)
     state = state._replace(params=params, ema=ema, reference=reference)
     if is_function_name(config.optimizer.name):
         # Its state may contain the initial parameters.
@@ -375,15 +332,6 @@ def reference_metadata(config: Config) -> dict[str, str]:
 
 def _origin_of(config: Config) -> epath.Path:
     return find_step(config.train.init_from, key=INIT_FROM)
-
-
-def reference_of(config: Config, params: Params, abstract: TrainState) -> Params | None:
-    """Returns parameters as the reference of a run; None if the state has no separate reference."""
-    if abstract.reference is None:
-        return None
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.reference)
-    reference: Params = jax.jit(partial(to_reference, reference_config(config)), out_shardings=shardings)(params)
-    return reference
 
 
 def _check_same_tokenizer(step: epath.Path, tokenizer: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import jax
 
+from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, DeviceError, InputError
@@ -27,7 +28,7 @@ from maxlm.storage.errors import TransientStorageError
 from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, check_teacher, with_batch_size
+from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, with_batch_size
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
@@ -35,7 +36,6 @@ from maxlm.training.decisions.run_control import Rollback, ended
 from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
 from maxlm.training.known_answers.kernels import training_answers, training_settings
 from maxlm.training.state import abstract_state
-from maxlm.workdir.teacher import with_teacher
 
 
 class WorkdirUnavailableError(TransientStorageError):

@@ -14,8 +14,9 @@ import jax
 
 from maxlm.checkpoint.fetch import THREADS, fetch_checkpoint
 from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
-from maxlm.checkpoint.listing import list_checkpoints, resolve_checkpoint
+from maxlm.checkpoint.listing import list_checkpoints, losses_of, resolve_checkpoint
 from maxlm.checkpoint.manager import find_step, saved_steps
+from maxlm.checkpoint.retention import RetentionRules
 from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig, Config
 from maxlm.errors import EXIT_FAILED, InputError
@@ -33,7 +34,6 @@ from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.decisions.run_control import from_json as decisions_from_json
-from maxlm.training.retention import SavedStep, steps_to_delete
 from maxlm.workdir.files import (
     CONFIG,
     GENERATION,
@@ -239,14 +239,8 @@ def _close(storage: RunStorage, timeline: Timeline) -> None:
 def _surplus(url: str, config: CheckpointConfig, steps: list[int]) -> list[int]:
     """Returns the steps in a bucket that no retention rule keeps, such as leftovers of attempts on other machines."""
     listed = list_checkpoints(url)
-    surplus = steps_to_delete(
-        [SavedStep(one.step, one.validation_loss) for one in listed],
-        {one.step: one.bytes for one in listed},
-        max_bytes=config.max_bytes,
-        max_to_keep=config.max_to_keep,
-        keep_best=config.keep_best,
-        keep_period=config.keep_period,
-    )
+    sizes = {one.step: one.bytes for one in listed}
+    surplus = RetentionRules.of(config).steps_to_delete(losses_of(listed), sizes)
     # Steps that are not listed as complete checkpoints are kept.
     return [step for step in steps if step in surplus]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -13,8 +12,8 @@ from maxlm.evaluation.validation import means
 from maxlm.log import logger
 
 
-class SourceMetrics(Protocol):
-    """Interface for metrics per source of a run's rows."""
+class SourceMetrics:
+    """Metrics per source of a run's rows. Rows without sources have none."""
 
     def log_start(self, num_windows: int) -> None:
         """Logs how a run of `num_windows` windows uses each weighted source."""
@@ -24,29 +23,16 @@ class SourceMetrics(Protocol):
 
         Sources without tokens in the step have no loss.
         """
-
-    def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
-        """Returns the metrics of an evaluation by source."""
-
-
-class NullSourceMetrics:
-    """Source metrics of rows without sources."""
-
-    def log_start(self, num_windows: int) -> None:
-        """Logs nothing."""
-
-    def training_metrics(self, num_windows: int, losses: np.ndarray, tokens: np.ndarray) -> dict[str, float]:
-        """Returns no metrics."""
         del num_windows, losses, tokens
         return {}
 
     def evaluation_metrics(self, losses: Sequence[float], tokens: Sequence[float]) -> dict[str, float]:
-        """Returns no metrics."""
+        """Returns the metrics of an evaluation by source."""
         del losses, tokens
         return {}
 
 
-class SourceStats:
+class SourceStats(SourceMetrics):
     """Metrics and log lines of a run's data sources. Runs with a single source have none."""
 
     def __init__(self, corpus: TrainingData, mixture: StagedMixture):

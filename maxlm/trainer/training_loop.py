@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from maxlm.checkpoint.save_policy import SavePolicy
+from maxlm.checkpoint.retention import SavePolicy
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError, TerminatedError
 from maxlm.evaluation.periodic import task_text
 from maxlm.log import logger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -48,6 +49,14 @@ def to_reference(config: Config, params: Tree) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, param: jnp.array(param, stored_dtype(config, kind_of(path), param.dtype), copy=True), params
     )
+
+
+def reference_of(config: Config, params: Tree, abstract: Tree | None) -> Any:
+    """Returns parameters as the reference of a run, with the shardings of `abstract`; None if `abstract` is None."""
+    if abstract is None:
+        return None
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(partial(to_reference, reference_config(config)), out_shardings=shardings)(params)
 
 
 def reference_params(config: Config, params: Tree, stored: Tree | None) -> Any:

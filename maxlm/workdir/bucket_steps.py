@@ -10,6 +10,7 @@ import concurrent.futures
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from maxlm.errors import InputError
@@ -98,13 +99,7 @@ def upload_files(
     prefix = f'{folder}/' if folder else ''
     existing = _list_files(bucket, folder)
     missing = {name: file for name, file in files.items() if existing.get(name) != Listed(file.size, file.digest)}
-    with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='upload') as pool:
-        puts = [pool.submit(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()]
-        try:
-            for put in concurrent.futures.as_completed(puts):
-                put.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    _run_all('upload', [partial(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()])
     existing = _list_files(bucket, folder)
     for name, file in files.items():
         found = existing.get(name)
@@ -146,17 +141,22 @@ def download_step(
         # An earlier attempt left this file, possibly from another step of this number.
         if file.is_complete and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
-    with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix='fetch') as pool:
-        fetches = [pool.submit(fetch_file, file, on_bytes=on_bytes) for file in files]
-        try:
-            for fetch in concurrent.futures.as_completed(fetches):
-                fetch.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    _run_all('fetch', [partial(fetch_file, file, on_bytes=on_bytes) for file in files])
     wanted = {file.path for file in files}
     for path in [path for path in folder.rglob('*') if path.is_file()]:
         if path not in wanted:
             path.unlink()
+
+
+def _run_all(name: str, calls: Iterable[Callable[[], None]]) -> None:
+    """Runs calls in threads with a name. After an error, no further call starts."""
+    with concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix=name) as pool:
+        running = [pool.submit(call) for call in calls]
+        try:
+            for each in concurrent.futures.as_completed(running):
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFile]:

@@ -7,6 +7,7 @@ WORKDIR/config.json  tokenizer.json  [text_boundaries.json  chat_template.jinja]
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,7 +19,7 @@ from maxlm.config.serialization import to_json
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
-from maxlm.storage.filesystem import is_url, read_bytes
+from maxlm.storage.filesystem import display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_text
 
 CONFIG = 'config.json'
@@ -108,23 +109,23 @@ def write_run_files(workdir: Path, config: Config, tokenizer: Path) -> None:
         raise _workdir_error(workdir, error) from error
 
 
-def read_config(workdir: Path) -> Config:
-    """Returns the resolved config of a run in a directory or at a gs:// URL.
+def read_config(workdir: str | os.PathLike[str]) -> Config:
+    """Returns the resolved config of a run in a directory or a bucket.
 
     Raises:
         InputError: the config is missing or not valid, or a file next to it is a special file or links outside the
             workdir.
     """
-    path = workdir / CONFIG
+    path = f'{workdir}/{CONFIG}'
     check_entries(workdir, (CONFIG, *MODEL_FILES))
     try:
-        is_remote = is_url(str(path))
-        return from_json(read_bytes(str(path), limit=MAX_TEXT_BYTES).decode() if is_remote else read_text(path))
+        return from_json(read_bytes(path, limit=MAX_TEXT_BYTES).decode() if is_url(path) else read_text(path))
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; choose a workdir of maxlm train') from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        shown = display_path(path)
         raise InputError(
-            f'{path}: not a valid config of this version of maxlm ({error}); use the version that wrote it'
+            f'{shown}: not a valid config of this version of maxlm ({error}); use the version that wrote it'
         ) from error
 
 

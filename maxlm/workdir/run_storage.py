@@ -159,7 +159,7 @@ class RunStorage:
         """Returns True if this process knows that a step is complete in the bucket."""
         if self._direct:
             return bool((self.checkpoint_directory / str(step) / COMMIT_MARKER).exists())
-        return self._steps is not None and step in self._upload_state.steps and step not in self._steps.pending()
+        return self._steps is not None and step in self._upload_state.steps and step not in self._upload_state.pending()
 
     def start(self) -> None:
         """Starts the uploads."""
@@ -235,7 +235,7 @@ class RunStorage:
             self.fetch_step(remote_steps[-1])
 
     def _warn_missing_uploads(self) -> None:
-        missing = self._steps.pending() if self._steps and not self._direct else []
+        missing = self._upload_state.pending() if self._steps and not self._direct else []
         steps = f'steps {", ".join(map(str, missing))} are' if missing else 'the newest lines of log and metrics are'
         self._warn(
             f'{redact(self.url)}: uploads have stalled: {steps} only in {self.workdir}; restart the run on this '

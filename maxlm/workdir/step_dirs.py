@@ -97,14 +97,8 @@ class StepDirectory:
             if self._in_bucket:
                 (path / COMMIT_MARKER).unlink(missing_ok=True)
                 _remove(path)
-                return
-            trash = self.path / TRASH / str(step)
-            trash.parent.mkdir(parents=True, exist_ok=True)
-            _remove(trash)
-            # Rename first, because a kill during a deletion in place would leave a part of the step visible.
-            with contextlib.suppress(FileNotFoundError):
-                path.rename(trash)
-            _remove(trash)
+            else:
+                self._discard(path, str(step))
 
     def delete_item(self, step: int, item: str) -> None:
         """Deletes an item of a step on a disk, if it exists. A rename hides it before its files are deleted.
@@ -114,12 +108,7 @@ class StepDirectory:
         """
         assert not self._in_bucket
         with self._translate_errors():
-            trash = self.path / TRASH / f'{step}-{item}'
-            trash.parent.mkdir(parents=True, exist_ok=True)
-            _remove(trash)
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / str(step) / item).rename(trash)
-            _remove(trash)
+            self._discard(self.path / str(step) / item, f'{step}-{item}')
 
     def set_aside(self, step: int) -> epath.Path:
         """Hides a corrupt step without deleting it. Returns its path.
@@ -167,6 +156,15 @@ class StepDirectory:
         finally:
             with contextlib.suppress(Exception):
                 _remove(probe)
+
+    def _discard(self, path: epath.Path, name: str) -> None:
+        trash = self.path / TRASH / name
+        trash.parent.mkdir(parents=True, exist_ok=True)
+        _remove(trash)
+        # Rename first, because a kill during a deletion in place would leave a part of the directory visible.
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(trash)
+        _remove(trash)
 
     def _is_leftover(self, path: epath.Path) -> bool:
         return not (path / COMMIT_MARKER).exists() and not (path / DAMAGED_MARKER).exists()

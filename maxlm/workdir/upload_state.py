@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxlm.storage.atomic import atomic_write
@@ -44,6 +45,11 @@ class UploadState:
                     continue
                 steps[int(entry.name)] = f'{facts.st_ino}-{facts.st_mtime_ns}'
         return steps
+
+    def pending(self, local: Mapping[int, str] | None = None) -> list[int]:
+        """Returns the local steps that are not in the bucket, oldest first. `local` is the result of `local_steps`."""
+        local = self.local_steps() if local is None else local
+        return sorted(step for step, fingerprint in local.items() if self.steps.get(step) != fingerprint)
 
     def is_set_aside(self, step: int) -> bool:
         """Returns True if a step was set aside as corrupt, as opposed to deleted."""

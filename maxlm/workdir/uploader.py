@@ -187,9 +187,8 @@ class StepMirror:
             BucketError: a request failed.
         """
         local = self._upload_state.local_steps()
-        pending = [step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint]
-        if pending:
-            self._upload(max(pending), local[max(pending)])
+        if pending := self._upload_state.pending(local):
+            self._upload(pending[-1], local[pending[-1]])
             return True
         self._staging.clear()
         gone = [
@@ -203,11 +202,6 @@ class StepMirror:
             self._upload_state.set_step(step, None)
             self._progress.record_arrival()
         return True
-
-    def pending(self) -> list[int]:
-        """Returns the local steps that are not in the bucket."""
-        local = self._upload_state.local_steps()
-        return sorted(step for step, fingerprint in local.items() if self._upload_state.steps.get(step) != fingerprint)
 
     def _upload(self, step: int, fingerprint: str) -> None:
         started = time.monotonic()

@@ -27,14 +27,14 @@ from maxlm.checkpoint.listing import damaged_steps
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, restore_params
 from maxlm.checkpoint.streaming import ParamsReader
+from maxlm.checkpoint.teacher import check_teacher, read_teacher, with_teacher
 from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.trainer.checkpointing import check_teacher, read_teacher, reference_metadata
+from maxlm.trainer.checkpointing import reference_metadata
 from maxlm.training.state import abstract_state
 from maxlm.workdir.step_dirs import to_path
-from maxlm.workdir.teacher import with_teacher
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, same
 from tests.gcs_emulator import Emulator
 from tests.small import small_config, small_layout

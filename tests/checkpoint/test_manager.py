@@ -12,7 +12,7 @@ from maxlm.checkpoint.async_save import AsyncSave
 from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.manager import Checkpoints, find_step
 from maxlm.checkpoint.params import params_item, restore_params
-from maxlm.checkpoint.retention_policy import RetentionPolicy
+from maxlm.checkpoint.retention import RetentionPolicy, RetentionRules
 from maxlm.errors import InputError
 from maxlm.log import Console
 from maxlm.training.spike_guard import SpikeStatistics
@@ -251,7 +251,7 @@ def test_checkpoints_stay_below_the_size_limit(tmp_path, monkeypatch, caplog):
 
 
 def test_the_size_of_a_step_is_that_of_its_files(saved):
-    policy = RetentionPolicy(StepDirectory(saved), max_to_keep=1, keep_best=0, keep_period=0, max_bytes=1)
+    policy = RetentionPolicy(StepDirectory(saved), RetentionRules(1, max_bytes=1))
     assert policy._size(7) == size_of(saved / CHECKPOINTS_DIR / '7') > 0
 
 
@@ -364,52 +364,18 @@ def test_missing_arrays(copy, item):
     refused(copy)
 
 
-@pytest.mark.parametrize('content', ['{', '{}', '[]', 'null', '{"step": "x", "skipped": 0}', '\x00\xff'])
-def test_garbage_in_progress(copy, content):
-    (copy / CHECKPOINTS_DIR / '7' / 'progress' / 'metadata').write_text(content, encoding='latin-1')
-    refused(copy)
-
-
-@pytest.mark.parametrize('content', ['{', '[]', 'null', '\x00\xff'])
-def test_garbage_in_the_data_fingerprint(copy, content):
-    (copy / CHECKPOINTS_DIR / '7' / 'data' / 'metadata').write_text(content, encoding='latin-1')
-    refused(copy)
+@pytest.mark.parametrize('item', ['progress', 'data'])
+@pytest.mark.parametrize('content', ['{', '[]', 'null', '\x00\xff', '{}', '{"step": "x", "skipped": 0}'])
+def test_garbage_in_json_items(copy, item, content):
+    (copy / CHECKPOINTS_DIR / '7' / item / 'metadata').write_text(content, encoding='latin-1')
+    refused(copy, item)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer'])
 def test_garbage_in_the_array_metadata(copy, item):
     for content in ('{', '[]', '{}'):
         (copy / CHECKPOINTS_DIR / '7' / item / '_METADATA').write_text(content)
-        refused(copy)
-
-
-@pytest.mark.parametrize('item', ['params', 'progress', 'data'])
-def test_truncated_file_is_detected_or_unused(copy, eight, item):
-    step = copy / CHECKPOINTS_DIR / '7'
-    refusals = []
-    for path in sorted((step / item).rglob('*')):
-        # Orbax reads these only on object stores, which have no rename.
-        if not path.is_file() or path.name == 'commit_success.txt':
-            continue
-        content = path.read_bytes()
-        path.write_bytes(content[: len(content) // 2])
-        try:
-            state, facts, *_ = restore(copy, abstract_on(1))
-        except InputError as error:
-            refusals.append(str(error))
-        else:
-            assert same(state, eight), path
-            assert facts == FACTS, path
-        path.write_bytes(content)
-    assert refusals
-    assert all(str(step) in message and '\n' not in message for message in refusals)
-    # Negative control: the repaired checkpoint can be restored.
-    assert same(restore(copy, abstract_on(1)).state, eight)
-
-
-def test_damaged_item_is_named(copy):
-    (copy / CHECKPOINTS_DIR / '7' / 'optimizer' / '_METADATA').write_text('{')
-    refused(copy, str(copy / CHECKPOINTS_DIR / '7' / 'optimizer'))
+        refused(copy, str(copy / CHECKPOINTS_DIR / '7' / item))
 
 
 def test_previous_step_is_used_after_removal_of_a_damaged_step(copy):

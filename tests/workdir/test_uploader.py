@@ -53,7 +53,7 @@ def test_bucket_mirrors_local_steps(bucket, tmp_path):
     assert not mirror.work()
     for step in (1, 2, 3):
         write_step(tmp_path, step)
-    assert mirror.pending() == [1, 2, 3]
+    assert UploadState(tmp_path, bucket.url).pending() == [1, 2, 3]
     # The latest checkpoint is uploaded first.
     assert mirror.work()
     assert complete_steps(bucket) == [3]
@@ -64,7 +64,7 @@ def test_bucket_mirrors_local_steps(bucket, tmp_path):
     # Another mirror, as in a later attempt, has the same state.
     run_until_idle(mirror_of(tmp_path, bucket))
     assert complete_steps(bucket) == [2, 4]
-    assert mirror_of(tmp_path, bucket).pending() == []
+    assert UploadState(tmp_path, bucket.url).pending() == []
     assert {path.name for path in (tmp_path / MIRROR).iterdir()} == {'record.json'}
 
 

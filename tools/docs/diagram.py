@@ -35,7 +35,8 @@ def packages() -> list[str]:
     """Returns the top-level packages and modules from the lowest, as in the table of CONTRIBUTING.md."""
     table = (ROOT / 'CONTRIBUTING.md').read_text().split('## Package structure')[1].split('| libraries |')[0]
     names = [name.partition('.')[0] for name in re.findall(r'^\| `([\w.]+)` \|', table, re.MULTILINE)]
-    return list(dict.fromkeys(names))
+    # The layer of a package is that of its last row: `rl.rewards` is lower than `rl`.
+    return list(dict.fromkeys(names[::-1]))[::-1]
 
 
 def layers() -> list[tuple[str, list[str]]]:

@@ -11,8 +11,15 @@ from maxlm.checkpoint.checksums import corrupt_arrays
 from maxlm.checkpoint.conversion.merge_lora import merge_checkpoint
 from maxlm.checkpoint.drop_optimizer import drop_optimizer
 from maxlm.checkpoint.fetch import fetch_checkpoint
-from maxlm.checkpoint.listing import CheckpointInfo, damaged_steps, list_checkpoints, resolve_checkpoint, run_config
+from maxlm.checkpoint.listing import (
+    CheckpointInfo,
+    damaged_steps,
+    list_checkpoints,
+    losses_of,
+    resolve_checkpoint,
+)
 from maxlm.checkpoint.restore import is_params_only
+from maxlm.checkpoint.retention import RetentionRules, steps_to_resume
 from maxlm.cli.hints import print_generate, print_next
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
@@ -21,7 +28,7 @@ from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
-from maxlm.training.retention import SavedStep, retention_reasons, steps_to_resume
+from maxlm.workdir.files import read_config
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
 
@@ -148,14 +155,13 @@ def _reasons(
 ) -> dict[int, tuple[str, ...]]:
     given = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
     config = _config(workdir, options, need_config=need_config).checkpoint
-    rules = {rule: given.get(rule, getattr(config, rule)) for rule in RULES}
-    return retention_reasons([SavedStep(one.step, one.validation_loss) for one in steps], **rules)
+    return RetentionRules.of(config)._replace(**given).reasons(losses_of(steps))
 
 
 def _config(workdir: str, options: argparse.Namespace, *, need_config: bool) -> Config:
     """Returns the config of the run, or the default if it is missing and not needed."""
     try:
-        return run_config(workdir)
+        return read_config(workdir)
     except InputError:
         if need_config and any(getattr(options, rule) is None for rule in RULES):
             raise

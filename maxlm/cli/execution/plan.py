@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 
 from maxlm.api.plan import Plan, planned_data, why_estimated
+from maxlm.checkpoint.teacher import with_teacher
 from maxlm.cli.hints import print_next
 from maxlm.config.loading import load
 from maxlm.config.schema import AUTO, Config
@@ -32,7 +33,6 @@ from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
 from maxlm.planning.search import Override
 from maxlm.planning.targets import Target, parse_target
 from maxlm.runtime.compilation_cache import enable_compilation_cache
-from maxlm.workdir.teacher import with_teacher
 
 # A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096

@@ -26,10 +26,10 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     if config is None:
         return None
     # These modules import JAX, and the checks must also run without it.
+    from maxlm.checkpoint.teacher import with_teacher
     from maxlm.config.resolve import resolve
     from maxlm.data.dataset.records import load_manifest
     from maxlm.planning.estimate.state_bytes import planned_state_bytes
-    from maxlm.workdir.teacher import with_teacher
 
     vocabulary = config.model.vocab_size
     path = config.data.sources[0][0].partition('#')[0] if config.data.sources else config.data.path

@@ -1,4 +1,4 @@
-"""Tests inputs in a local S3 bucket. All tests share one server, because it takes seconds to start."""
+"""Tests inputs in a local S3 bucket."""
 
 import gzip
 import json
@@ -8,51 +8,36 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from moto.server import ThreadedMotoServer
 
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 from maxlm.storage import object_store
+from tests.buckets import s3 as s3_buckets
 
 pytestmark = pytest.mark.network_emulator
 
 TEXTS = [f'{i} ü' * (i % 7) for i in range(200)]
 
 
-@pytest.fixture(scope='module')
-def server():
-    server = ThreadedMotoServer('127.0.0.1', 0, verbose=False)
-    server.start()
-    yield server.get_host_and_port()
-    server.stop()
-
-
 @pytest.fixture
-def bucket(server, monkeypatch):
-    """Returns the file system of an S3 server with a bucket that contains all formats."""
-    monkeypatch.setenv('AWS_ENDPOINT_URL', f'http://{server[0]}:{server[1]}')
-    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'name')
-    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'HUSHHUSH')
-    monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
-    # File systems are cached by their arguments, which do not include environment variables.
-    object_store._filesystem.cache_clear()
-    filesystem = fsspec.filesystem('s3')
-    filesystem.mkdir('corpus')
-    jsonl = '\n'.join(json.dumps({'text': text}) for text in TEXTS).encode()
-    filesystem.pipe_file('corpus/web/a.jsonl', jsonl)
-    filesystem.pipe_file('corpus/web/b.jsonl.gz', gzip.compress(jsonl))
-    filesystem.pipe_file('corpus/web/deep/er/c.txt', b'plain')
-    filesystem.pipe_file('corpus/web/.hidden/d.txt', b'hidden')
-    filesystem.pipe_file('corpus/web/empty/', b'')
-    with filesystem.open('corpus/web/e.parquet', 'wb') as file:
-        pq.write_table(pa.table({'text': TEXTS}), file, row_group_size=50)
-    with filesystem.open('corpus/ids/f.npz', 'wb') as file:
-        np.savez(file, np.arange(100), np.arange(50))
-    yield filesystem
-    filesystem.rm('corpus', recursive=True)
-    object_store._filesystem.cache_clear()
+def bucket(monkeypatch):
+    """Yields the file system of an S3 server with a bucket that contains all formats."""
+    with s3_buckets.running(monkeypatch):
+        filesystem = fsspec.filesystem('s3', skip_instance_cache=True)
+        filesystem.mkdir('corpus')
+        jsonl = '\n'.join(json.dumps({'text': text}) for text in TEXTS).encode()
+        filesystem.pipe_file('corpus/web/a.jsonl', jsonl)
+        filesystem.pipe_file('corpus/web/b.jsonl.gz', gzip.compress(jsonl))
+        filesystem.pipe_file('corpus/web/deep/er/c.txt', b'plain')
+        filesystem.pipe_file('corpus/web/.hidden/d.txt', b'hidden')
+        filesystem.pipe_file('corpus/web/empty/', b'')
+        with filesystem.open('corpus/web/e.parquet', 'wb') as file:
+            pq.write_table(pa.table({'text': TEXTS}), file, row_group_size=50)
+        with filesystem.open('corpus/ids/f.npz', 'wb') as file:
+            np.savez(file, np.arange(100), np.arange(50))
+        yield filesystem
 
 
 def read(paths, target):
@@ -124,7 +109,6 @@ def test_a_key_in_a_url_is_not_shown(bucket):
 
 def test_an_unreachable_server_is_named(bucket, monkeypatch):
     monkeypatch.setenv('AWS_ENDPOINT_URL', 'http://127.0.0.1:1')
-    monkeypatch.setenv('AWS_MAX_ATTEMPTS', '1')
     object_store._filesystem.cache_clear()
     with pytest.raises(InputError, match=r'^s3://corpus/web: no answer \(Could not connect'):
         find_inputs(['s3://corpus/web'])

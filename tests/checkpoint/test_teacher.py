@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from maxlm.checkpoint.manager import Checkpoints
+from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import InputError
 from maxlm.log import Console
-from maxlm.trainer.checkpointing import check_teacher, reference_metadata, restore_or_initialize
+from maxlm.trainer.checkpointing import reference_metadata, restore_or_initialize
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from maxlm.workdir.files import TOKENIZER, write_run_files
-from maxlm.workdir.teacher import with_teacher
 from tests.checkpoint.test_manager import config_on, random_state, same, save
 from tests.small import small_batch, small_config, small_layout
 
