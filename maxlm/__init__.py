@@ -18,6 +18,7 @@ _EXPORTS = {
     'Model': 'maxlm.api.model',
     'Plan': 'maxlm.api.plan',
     'Run': 'maxlm.api.run',
+    'StateCallback': 'maxlm.trainer.callbacks',
     'Trainer': 'maxlm.api.trainer',
     'init_state': 'maxlm.training.state',
     'load': 'maxlm.api.model',
@@ -30,6 +31,7 @@ __all__ = [
     'Model',
     'Plan',
     'Run',
+    'StateCallback',
     'Trainer',
     '__version__',
     'init_state',
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from maxlm.api.plan import Plan
     from maxlm.api.run import Run
     from maxlm.api.trainer import Trainer
+    from maxlm.trainer.callbacks import StateCallback
     from maxlm.training.state import init_state
     from maxlm.training.step import make_train_step
 

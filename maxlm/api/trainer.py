@@ -13,9 +13,9 @@ from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.rl.rollouts import open_rollouts
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
-from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import open_text
+from maxlm.trainer.callbacks import Callback, check_callbacks
 from maxlm.trainer.run import run
 
 
@@ -52,14 +52,16 @@ class Trainer:
             workdir: directory or URL of the run, created if missing. A workdir with checkpoints is resumed. None =
                 runs/NAME for the config NAME.
             resume: checkpoint (`WORKDIR` or `WORKDIR@STEP`) that a new run continues from.
-            callbacks: functions that are called with (step, metrics) after each line of metrics.jsonl. A function that
-                returns True stops the run, which first saves a checkpoint.
+            callbacks: functions that are called with (step, metrics) after each line of metrics.jsonl, by the process
+                that writes it, and `StateCallback`s. A function that returns True stops the run, which first saves a
+                checkpoint.
 
         Raises:
-            InputError: the config is not usable, or `workdir` is missing and the config has no name.
+            InputError: the config or a callback is not usable, or `workdir` is missing and the config has no name.
         """
         if workdir is None and not isinstance(config, str):
             raise InputError('workdir=None: the config has no name; set workdir, for example runs/first')
+        check_callbacks(callbacks)
         self.workdir = default_workdir(str(config)) if workdir is None else os.fspath(workdir)
         self._config, self._resume, self._callbacks = to_config(config), resume, callbacks
 

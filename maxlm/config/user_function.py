@@ -51,18 +51,40 @@ def load_function(
         raise InputError(f'{where}: {attribute!r} is a {type(function).__name__}; it must be a function')
     if arguments is None:
         return function
+    check_arguments(function, arguments, keywords, where=where, name=attribute)
+    return function
+
+
+def check_arguments(
+    function: Callable[..., Any],
+    arguments: tuple[str, ...],
+    keywords: tuple[str, ...] = (),
+    *,
+    where: str,
+    name: str,
+) -> None:
+    """Checks that a function accepts arguments; see `load_function`.
+
+    Args:
+        function: function of the user.
+        arguments, keywords: see `load_function`.
+        where: start of the message.
+        name: name of the function in the message.
+
+    Raises:
+        InputError: it does not accept them.
+    """
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
         # Some functions in C have no signature.
-        return function
+        return
     try:
         signature.bind(*arguments, **dict.fromkeys(keywords))
     except TypeError as error:
         raise InputError(
-            f'{where}: {attribute}{signature} must accept the arguments ({", ".join((*arguments, *keywords))}): {error}'
+            f'{where}: {name}{signature} must accept the arguments ({", ".join((*arguments, *keywords))}): {error}'
         ) from error
-    return function
 
 
 def call_function(function: Callable[..., Any], *arguments: Any, name: str, kind: str) -> Any:

@@ -209,7 +209,7 @@ METRICS: dict[str, Metric] = {
 }
 
 
-class Callback(Protocol):
+class MetricsCallback(Protocol):
     """Function of the user that is called with each line of metrics.jsonl. Its exceptions end the run."""
 
     def __call__(self, step: int, metrics: dict[str, float], /) -> bool | None:

@@ -19,7 +19,7 @@ from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.log import logger
 from maxlm.telemetry.cost import cost_text
-from maxlm.telemetry.metrics import MetricWriter, perplexity
+from maxlm.telemetry.metrics import METRICS, MetricWriter, perplexity
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import BadSteps
@@ -98,6 +98,8 @@ class Reporter:
         self.best_loss = math.inf
         self.bad_steps = BadSteps()
         self.last_loss = math.nan
+        # Scalar metrics of the last step by name.
+        self.step_metrics: dict[str, float] = {}
         # True if the loss of the last step and the parameters after it are finite.
         self.is_finite = True
         self.validation_loss: float | None = None
@@ -136,6 +138,8 @@ class Reporter:
         if values.get('window_steps', 0) >= MIN_SPIKE_WINDOW and not self._detects_spikes:
             self._detects_spikes = True
             logger.info(f'step {step:>7}  the guard detects spikes from this step on (guard.spike_window)')
+        names = {f'train/{name}': value for name, value in values.items()}
+        self.step_metrics = {name: float(value) for name, value in names.items() if name in METRICS and not value.ndim}
         self.last_loss = float(values['loss'])
         self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:

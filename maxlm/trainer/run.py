@@ -25,9 +25,9 @@ from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.storage.errors import TransientStorageError
-from maxlm.telemetry.metrics import Callback
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.callbacks import Callback
 from maxlm.trainer.checkpointing import GLOBAL_BATCH, check_init_from, with_batch_size
 from maxlm.trainer.preflight import PreparedStep, check_checkpoint_size, check_size, compile_step
 from maxlm.trainer.run_context import RunContext, newest_progress, open_run
@@ -97,6 +97,8 @@ def run(
         layout = make_layout(sample.mesh)
         if sample.train.check_kernels:
             check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
+        # Optimizers and patterns of parameters are checked before files are written.
+        abstract = abstract_state(sample, layout)
         opened = open_run(
             workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )
@@ -104,7 +106,6 @@ def run(
             context = stack.enter_context(opened)
         except TransientStorageError as error:
             raise WorkdirUnavailableError(str(error)) from error
-        abstract = abstract_state(sample, layout)
         check_init_from(sample, abstract.params, context.checkpoints, tokenizer=source.tokenizer_path)
         check_teacher(sample, abstract, tokenizer=source.tokenizer_path)
         final_export = None

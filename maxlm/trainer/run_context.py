@@ -29,9 +29,10 @@ from maxlm.storage.filesystem import display_path, is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.telemetry.alerts import Alerts
 from maxlm.telemetry.cost import price_of
-from maxlm.telemetry.metrics import Callback, MetricWriter, Tracker, lowest_loss
+from maxlm.telemetry.metrics import MetricWriter, Tracker, lowest_loss
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
+from maxlm.trainer.callbacks import Callback
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.decisions.run_control import from_json as decisions_from_json
 from maxlm.workdir.files import (

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from maxlm.evaluation.periodic import task_text
 from maxlm.log import logger
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.trainer.batch_source import BatchSource
+from maxlm.trainer.callbacks import StateCallback, call_back
 from maxlm.trainer.checkpointing import RunCheckpoints
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.run_context import RunContext
@@ -95,6 +96,7 @@ class TrainingLoop:
         """Trains until the run is complete, a stop is requested, or too many consecutive steps are bad."""
         config, reporter, watchdog = self._config, self._reporter, self._watchdog
         start = int(state.step)
+        state_callbacks = [each for each in self._context.callbacks if isinstance(each, StateCallback)]
         state = self._set_length(state, decisions)
         with contextlib.ExitStack() as stack:
             alarm = partial(self._context.alerts.send, 'data')
@@ -127,6 +129,7 @@ class TrainingLoop:
                     return Segment(step - 1, decisions, None, '')
 
                 num_steps = apply_control(config, decisions).train.num_steps
+                due = [callback for callback in state_callbacks if _is_due(step, callback.every, num_steps)]
                 should_save |= save_policy.should_save(step, num_steps=num_steps)
                 if step < num_steps and not self._source.can_checkpoint_after(step):
                     # The source cannot restore the batches of the next steps.
@@ -137,7 +140,7 @@ class TrainingLoop:
                 runs_tasks = _is_due(step, config.eval.tasks_interval, num_steps) and (
                     not stopping or step == num_steps
                 )
-                if stopping or should_save or evaluates or runs_tasks or step == num_steps:
+                if stopping or should_save or evaluates or runs_tasks or due or step == num_steps:
                     # Waits for the device here, where the wait counts as time of the step.
                     state = self._runner.settle(state)
                 action = None if stopping else self._check_bad_steps(decisions)
@@ -151,6 +154,8 @@ class TrainingLoop:
                         decisions = after_evaluation(decisions, loss, config.guard)
                     if runs_tasks:
                         self._run_tasks(step, state)
+                    if due and not stopping:
+                        self._call_with_state(due, step, state, loss)
                     before = decisions
                     decisions = self._update_budget(step, decisions, look=should_save or stopping or evaluates)
                     if decisions.num_steps != before.num_steps:
@@ -247,8 +252,17 @@ class TrainingLoop:
 
     def _call_back(self, step: int, values: Mapping[str, float]) -> None:
         for callback in self._context.callbacks:
-            if callback(step, dict(values)):
+            if not isinstance(callback, StateCallback) and call_back(callback, step, dict(values)):
                 self._stop_request.request('stopped by a callback')
+
+    def _call_with_state(
+        self, callbacks: Sequence[StateCallback], step: int, state: TrainState, loss: float | None
+    ) -> None:
+        metrics = self._reporter.step_metrics | ({} if loss is None else {'eval/loss': loss})
+        with self._throughput.paused('callback'), self._timeline.phase('other'):
+            for callback in callbacks:
+                if call_back(callback.function, step, dict(metrics), state):
+                    self._stop_request.request('stopped by a callback')
 
     def _evaluate(self, step: int, state: TrainState) -> float:
         """Evaluates and samples the model; returns the validation loss."""
