@@ -136,8 +136,8 @@ class BatchSource(Protocol):
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
 
-    def facts(self, config: Config) -> dict[str, Any]:
-        """Returns the description of the data for the event `started`, which includes the fingerprint."""
+    def source_descriptions(self) -> list[dict[str, Any]]:
+        """Returns the name, the weight and the number of tokens of each source, for the event `started`."""
 
     def open(self, config: Config, layout: Layout) -> None:
         """Prepares evaluation and sampling before the first step. InputError if the config does not allow them."""
@@ -156,15 +156,21 @@ class BatchSource(Protocol):
 
     def has_work_before(self, step: int) -> bool:
         """Returns True if `prepare` must be called before this step."""
+        del step
+        return False
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """Generates the batches of this step, and possibly of later steps, from the state before it."""
+        raise AssertionError(f'the batch of step {step} is there without {type(state).__name__}')
 
     def can_checkpoint_after(self, step: int) -> bool:
         """Returns True if a run can resume after this step, because the next batches depend on no earlier state."""
+        del step
+        return True
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """Returns arrays, equal in all processes, with which a resumed run continues; {} if none are needed."""
+        return {}
 
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Continues with the `state_arrays` of the restored checkpoint."""
@@ -174,10 +180,13 @@ class BatchSource(Protocol):
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """Returns metrics of this process's share of a batch, such as the fraction of fill-in-the-middle documents."""
+        del batch
+        return {}
 
     @property
     def evaluation_share(self) -> float:
         """Returns the expected time of an evaluation relative to the steps between evaluations; 0 if there are none."""
+        return 0.0
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the parameters returned by `evaluated_params`."""
@@ -187,9 +196,10 @@ class BatchSource(Protocol):
 
     def at_end(self) -> str:
         """Returns the last part of the run's final log line, or ''."""
+        return ''
 
 
-class TextBatches:
+class TextBatches(BatchSource):
     """Batches of a prepared corpus, in an order that does not depend on the training state."""
 
     follows_batch_size = True
@@ -223,10 +233,10 @@ class TextBatches:
         """See `TrainingData.fingerprint`."""
         return self.corpus.fingerprint(config.train.global_batch_size, config.source_stages)
 
-    def facts(self, config: Config) -> dict[str, Any]:
+    def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
         corpus = self.corpus
-        sources = [
+        return [
             {
                 'name': source.name or source.dataset.path.name,
                 'tokens': sum(shard.tokens for shard in source.shards('train')),
@@ -234,7 +244,6 @@ class TextBatches:
             }
             for source, share in zip(corpus.sources, corpus.data.source_shares or (1.0,), strict=True)
         ]
-        return {**self.fingerprint(config), 'sources': sources}
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
@@ -260,28 +269,6 @@ class TextBatches:
         return prefetched_batches(
             start, config, decisions, corpus=self.corpus, layout=layout, alarm=alarm, on_wait=on_wait
         )
-
-    def has_work_before(self, step: int) -> bool:
-        """Returns False."""
-        del step
-        return False
-
-    def prepare(self, step: int, state: TrainState) -> SourceUpdate:
-        """Raises AssertionError, because `has_work_before` is always False."""
-        raise AssertionError(f'the batch of step {step} is there without {type(state).__name__}')
-
-    def can_checkpoint_after(self, step: int) -> bool:
-        """Returns True."""
-        del step
-        return True
-
-    def state_arrays(self) -> dict[str, np.ndarray]:
-        """Returns {}."""
-        return {}
-
-    def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Does nothing."""
-        del arrays
 
     def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
         """See `BatchSource`."""

@@ -118,11 +118,10 @@ class RolloutBatches(BatchSource):
             **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
         }
 
-    def facts(self, config: Config) -> dict[str, Any]:
+    def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
         tokens = sum(map(len, self._prompts.ids))
-        source = {'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}
-        return {**self.fingerprint(config), 'sources': [source]}
+        return [{'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}]
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""
@@ -252,16 +251,6 @@ class RolloutBatches(BatchSource):
         del config, decisions
         return NullSourceMetrics()
 
-    def batch_metrics(self, batch: Batch) -> dict[str, float]:
-        """See `BatchSource`."""
-        del batch
-        return {}
-
-    @property
-    def evaluation_share(self) -> float:
-        """Returns 0. It is needed only for run lengths by budget, which GRPO does not support."""
-        return 0.0
-
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
         assert self._eval_prompts, 'eval.interval is refused without them'
@@ -295,10 +284,6 @@ class RolloutBatches(BatchSource):
         """Returns the samples of the last evaluation."""
         del params
         return self._samples
-
-    def at_end(self) -> str:
-        """Returns ''."""
-        return ''
 
     @property
     def _made(self) -> tuple[Sampler | ToolSampler, Layout]:
