@@ -20,23 +20,6 @@ from tests.serving.serving_thread import ServerThread, client_of, request_bytes,
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 
 
-@pytest.fixture(scope='module')
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-    with ServerThread(served_by(engine)) as server:
-        yield server
-
-
-@pytest.fixture(scope='module')
-def client(server):
-    with client_of(server) as client:
-        yield client
-
-
 @pytest.fixture
 def ask(client):
     """Returns a function that requests a chat response or a completion."""

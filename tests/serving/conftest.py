@@ -1,0 +1,23 @@
+"""Fixtures: a server with a fake engine, which a module may replace, and its client."""
+
+import pytest
+
+from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.serving_thread import ServerThread, client_of
+
+
+@pytest.fixture(scope='module')
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope='module')
+def server(engine):
+    with ServerThread(served_by(engine)) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def client(server):
+    with client_of(server) as client:
+        yield client
