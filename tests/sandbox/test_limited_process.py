@@ -110,12 +110,6 @@ def raise_interrupt(*_):
     raise KeyboardInterrupt
 
 
-def test_niceness():
-    process = LimitedProcess(NAME, LIMITS, nice=1)
-    assert int(process.ask(b'nice')) == min(19, os.nice(0) + 1)
-    process.close()
-
-
 def test_a_killed_parent_leaves_no_process():
     program = f"""
 import os, signal

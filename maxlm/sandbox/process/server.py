@@ -34,13 +34,12 @@ def serve(connection: socket.socket, settings: str) -> None:
 
     Args:
         connection: socket of the parent process.
-        settings: function, limits and niceness as JSON.
+        settings: function and limits as JSON.
     """
-    name, limits, nice = json.loads(settings)
+    name, limits = json.loads(settings)
     # A parent process may ignore or block this signal, and a new process inherits that.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    os.nice(nice)
     module, _, attribute = name.partition(':')
     function = getattr(importlib.import_module(module), attribute)
     forks = _Forks()
