@@ -174,6 +174,7 @@ class BatchSource(Protocol):
 
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Continues with the `state_arrays` of the restored checkpoint."""
+        del arrays
 
     def sources(self, config: Config, decisions: RunControl) -> SourceMetrics:
         """Returns the metrics per source."""
