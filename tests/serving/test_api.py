@@ -15,7 +15,8 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, chat_tokenizer, served_by
-from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes
+from tests.waiting import until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 

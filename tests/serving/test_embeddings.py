@@ -10,7 +10,8 @@ import pytest
 
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, embedding_of, served_by
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, request_bytes
+from tests.waiting import until
 
 
 @pytest.fixture(scope='module')
