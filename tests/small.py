@@ -37,6 +37,11 @@ EXPERTS = {
 }
 
 
+def model_keys(**settings: Any) -> dict[str, Any]:
+    """Returns overrides of `small_config` for keys of the model: `model_keys(dim=16)` is {'model__dim': 16}."""
+    return {f'model__{key}': value for key, value in settings.items()}
+
+
 def small_config(num_devices: int = 1, *, teacher: ModelConfig | None = None, **overrides: Any) -> Config:
     """Returns a resolved config of a two-layer model; overrides have the form `model__dim=16`.
 

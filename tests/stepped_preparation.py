@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from maxlm.data.executors.executor import OnProgress
 from maxlm.data.prepare import partitions
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.errors import exit_code
+from tests.waiting import until
 
 NUM_PARTITIONS = 6
 SECONDS = 20.0
@@ -33,14 +32,6 @@ def write_lines(path: Path, seed: int = 0) -> Path:
         for place, line in enumerate(lines):
             (path / f'{number}-{place}.txt').write_text(line)
     return path
-
-
-def wait_until(condition: Any) -> None:
-    """Waits until a function returns a true value."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 class SteppedPreparation:
@@ -59,7 +50,7 @@ class SteppedPreparation:
         for _ in range(count):
             before = manifest_version(self.output)
             self.release()
-            wait_until(lambda before=before: manifest_version(self.output) != before)
+            until(lambda before=before: manifest_version(self.output) != before)
 
     def release(self) -> None:
         """Lets it write one more partition."""
@@ -85,7 +76,7 @@ class SteppedPreparation:
     def start(self) -> None:
         """Starts it, and waits until it is announced."""
         self._thread.start()
-        wait_until(lambda: is_preparing(self.output))
+        until(lambda: is_preparing(self.output))
 
     def _run(self) -> None:
         self.code = exit_code(prepare.main, self._words)

@@ -220,12 +220,18 @@ def lock(workdir, *, here=False):
     (workdir / LOCK).write_text(json.dumps(dataclasses.asdict(owner)) + '\n')
 
 
-def running(workdir, now=NOW, *, devices=1, processes=1):
-    """Writes a run in progress."""
-    writer = RunWriter(workdir, devices=devices, processes=processes)
+def trained(workdir, num_steps, **settings):
+    """Returns the writer of a run that has begun and trained for some steps."""
+    writer = RunWriter(workdir, **settings)
     writer.start()
     writer.compile()
-    writer.train(234)
+    writer.train(num_steps)
+    return writer
+
+
+def running(workdir, now=NOW, *, devices=1, processes=1):
+    """Writes a run in progress."""
+    writer = trained(workdir, 234, devices=devices, processes=processes)
     writer._beat('beat')
     writer._readings()
     lock(workdir)
@@ -234,10 +240,7 @@ def running(workdir, now=NOW, *, devices=1, processes=1):
 
 def on_cpu(workdir, now=NOW):
     """Writes a run in progress on a machine without accelerator and without price."""
-    writer = RunWriter(workdir, kind='cpu', price=None)
-    writer.start()
-    writer.compile()
-    writer.train(234)
+    writer = trained(workdir, 234, kind='cpu', price=None)
     writer._beat('beat')
     lock(workdir)
     return writer.close(now)
@@ -250,20 +253,14 @@ def two_hosts(workdir, now=NOW):
 
 def killed(workdir, now=NOW):
     """Writes a run that was killed between two checkpoints."""
-    writer = RunWriter(workdir)
-    writer.start()
-    writer.compile()
-    writer.train(170)
+    writer = trained(workdir, 170)
     writer._beat('beat')
     return writer.close(now)
 
 
 def crashed(workdir, now=NOW):
     """Writes a run whose first attempt was killed and whose second failed with an error."""
-    writer = RunWriter(workdir)
-    writer.start()
-    writer.compile()
-    writer.train(170)
+    writer = trained(workdir, 170)
     writer._beat('beat')
     writer.lines['metrics.jsonl'] = [line for line in writer.lines['metrics.jsonl'] if line['step'] <= SAVE_EVERY]
     writer.start(from_step=SAVE_EVERY, idle=60.0)
@@ -275,10 +272,7 @@ def crashed(workdir, now=NOW):
 
 def preempted(workdir, now=NOW):
     """Writes a run that was preempted and saved its state."""
-    writer = RunWriter(workdir)
-    writer.start()
-    writer.compile()
-    writer.train(150)
+    writer = trained(workdir, 150)
     writer.save()
     writer.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
     return writer.close(now)
@@ -303,10 +297,7 @@ def diverged(workdir, now=NOW):
 
 def finished(workdir, now=NOW):
     """Writes a finished run of two attempts with a pause of a minute."""
-    writer = RunWriter(workdir)
-    writer.start()
-    writer.compile()
-    writer.train(150)
+    writer = trained(workdir, 150)
     writer.save()
     writer.end('preempted', 'SIGTERM: step 150 of 400 is saved', 75)
     writer.start(from_step=150, idle=60.0)

@@ -157,7 +157,14 @@ class StreamedArray:
         return math.prod(self.shape)
 
 
-def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) -> None:
+def num_reads(arrays: Mapping[str, StreamedArray]) -> int:
+    """Returns the number of calls of `read` with which `write_step` reads all arrays."""
+    return sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
+
+
+def write_step(
+    workdir: Path, step: int, arrays: Mapping[str, StreamedArray], *, on_read: Callable[[], object] = lambda: None
+) -> None:
     """Writes parameters as a step without optimizer state. Arrays are read and written one after the other.
 
     The step becomes visible when it is complete. An error or Ctrl-C removes an incomplete step. `maxlm train` can
@@ -167,6 +174,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
         workdir: workdir of the step, created if missing.
         step: number of the step.
         arrays: dotted path → array, for all parameters of the model. They are read in sorted order.
+        on_read: called before each call of `read`.
 
     Raises:
         InputError: the step exists already or cannot be written. Errors of the arrays' `read` are raised too.
@@ -174,7 +182,7 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
     directory = workdir.resolve() / CHECKPOINTS_DIR / str(step)
     if directory.exists():
         raise InputError(f'{directory}: checkpoint already exists; choose another workdir')
-    registry = type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler()))
+    registry = type_handlers.create_type_handler_registry((StreamedArray, _StreamedArrayHandler(on_read)))
     # Zarr 2, because `_StreamedArrayHandler` writes the chunk shape in its format.
     params_handler = ocp.PyTreeCheckpointHandler(use_zarr3=False, type_handler_registry=registry)
     items = {
@@ -190,6 +198,9 @@ def write_step(workdir: Path, step: int, arrays: Mapping[str, StreamedArray]) ->
 
 class _StreamedArrayHandler(type_handlers.TypeHandler):
     """Writes StreamedArrays for Orbax. Orbax reads them with the handler that `typestr` names."""
+
+    def __init__(self, on_read: Callable[[], object]):
+        self._on_read = on_read
 
     def typestr(self) -> str:
         return 'np.ndarray'
@@ -214,6 +225,7 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
             spec['metadata']['chunks'] = [1] * axis + list(_chunk_shape(value.shape[axis:]))
             stored = await tensorstore.open(tensorstore.Spec(spec), create=True, open=True, context=info.ts_context)
             for layer in range(value.shape[0]) if value.is_stacked else (None,):
+                self._on_read()
                 array = value.read(layer)
                 assert array.dtype == value.dtype, (array.dtype, value.dtype)
                 await _write(stored if layer is None else stored[layer], array)

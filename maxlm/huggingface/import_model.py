@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.checkpoint.streaming import StreamedArray, write_step
+from maxlm.checkpoint.streaming import StreamedArray, num_reads, write_step
 from maxlm.config.resolve import config_for_model
 from maxlm.config.serialization import to_json
+from maxlm.data.tokenizer.model_files import read_json_object
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.export_peft import ADAPTER_CONFIG
-from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.original_config import kept_config
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors
@@ -67,7 +68,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
         )
     path = directory / CONFIG
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))
-    values = read_object(path)
+    values = read_json_object(path, must_exist=True)
     check_supported(Fields(values, str(path)), ARCHITECTURES)
     files = open_tensors(directory, values.get('quantization_config') or {}, str(path))
     model = from_config(values, str(path))
@@ -90,24 +91,15 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     parameters = sum(math.prod(shape) for shape in shapes.values())
     check_space('--output', workdir, 4 * parameters)
     arrays = _arrays(files, rows, names, shapes)
-    steps = sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar('import', total=steps, unit='array', show=show) as bar,
+        progress_bar('import', total=num_reads(arrays), unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
         (partial / HF_CONFIG).write_text(json.dumps(kept_config(values, directory), indent=2), encoding='utf-8')
         for name, content in text.files.items():
             (partial / name).write_bytes(content)
-
-        def with_progress(array: StreamedArray) -> StreamedArray:
-            def read(layer: int | None) -> np.ndarray:
-                bar.update()
-                return array.read(layer)
-
-            return dataclasses.replace(array, read=read)
-
-        write_step(partial, 0, {name: with_progress(array) for name, array in arrays.items()})
+        write_step(partial, 0, arrays, on_read=bar.update)
     return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from maxlm.data.tokenizer.model_files import MAX_IDS
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError
 from maxlm.huggingface.numbers import NUMBERS
-from maxlm.storage.json_text import parse_json
-from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 
 
 class Fields:
@@ -70,20 +67,3 @@ def display_value(value: Any) -> str:
     """Returns a JSON value for error messages, truncated to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f'{text[:99]}…'
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file.
-
-    Raises:
-        InputError: the file is missing or does not contain a JSON object.
-    """
-    try:
-        value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; check the directory of the model') from error
-    except ValueError as error:
-        raise InputError(f'{path}: not valid JSON ({error}); download the file again') from error
-    if not isinstance(value, dict):
-        raise InputError(f'{path}: contains a {type(value).__name__}; must contain a JSON object')
-    return value

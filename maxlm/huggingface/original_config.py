@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from maxlm.config.schema import ModelConfig
+from maxlm.data.tokenizer.model_files import read_json_object
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import Architecture
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import AUTO, from_config, to_config, unsupported_settings
-from maxlm.huggingface.json_fields import read_object
 from maxlm.huggingface.tensors.export_dtypes import DEFAULT_DTYPE, SAFETENSORS_DTYPES
 from maxlm.log import logger
 from maxlm.workdir.files import HF_CONFIG
@@ -48,8 +48,7 @@ def read_original(workdir: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is corrupt.
     """
-    path = workdir / HF_CONFIG
-    return read_object(path) if path.is_file() else {}
+    return read_json_object(workdir / HF_CONFIG)
 
 
 def base_model(original: Mapping[str, Any]) -> str:

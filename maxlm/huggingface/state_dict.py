@@ -149,10 +149,16 @@ def _identity(*shape: int) -> _Layout:
     return _Layout(shape, (shape,), lambda arrays: arrays[0], lambda array: [array])
 
 
+def _reshaped(source_shape: Shape, shape: Shape) -> _Layout:
+    """Changes only the shape of an array."""
+    return _Layout(
+        shape, (source_shape,), lambda arrays: arrays[0].reshape(shape), lambda array: [array.reshape(source_shape)]
+    )
+
+
 def _flattened(*shape: int) -> _Layout:
     """Flattens a bias to one axis."""
-    size = math.prod(shape)
-    return _Layout((size,), (shape,), lambda arrays: arrays[0].reshape(size), lambda array: [array.reshape(shape)])
+    return _reshaped(shape, (math.prod(shape),))
 
 
 def _transposed(in_shape: Shape, out_shape: Shape) -> _Layout:
@@ -184,13 +190,7 @@ def _half_swapped(in_shape: Shape, out_shape: Shape) -> _Layout:
 
 def _conv1d(in_shape: Shape, out_shape: Shape) -> _Layout:
     """Converts a kernel [in, out] to the weight of GPT-2's Conv1D, which has the same order."""
-    rows, columns = math.prod(in_shape), math.prod(out_shape)
-    return _Layout(
-        (rows, columns),
-        (in_shape + out_shape,),
-        lambda arrays: arrays[0].reshape(rows, columns),
-        lambda array: [array.reshape(in_shape + out_shape)],
-    )
+    return _reshaped(in_shape + out_shape, (math.prod(in_shape), math.prod(out_shape)))
 
 
 def _fused_qkv(in_shape: Shape, out_shape: Shape) -> _Layout:

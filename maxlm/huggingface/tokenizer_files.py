@@ -28,7 +28,7 @@ from maxlm.data.tokenizer.model_files import (
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.json_fields import Fields, read_object
+from maxlm.huggingface.json_fields import Fields
 from maxlm.log import logger
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
@@ -196,7 +196,7 @@ def _copied_files(directory: Path) -> dict[str, bytes]:
     paths = [directory / name for name in EXPORT_FILES if (directory / name).is_file()]
     for path in paths:
         if path.suffix == '.json':
-            fields = Fields(read_object(path), str(path))
+            fields = Fields(read_json_object(path), str(path))
             if path.name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
                 check_tokens(fields.values, str(path))
             if path.name == GENERATION:

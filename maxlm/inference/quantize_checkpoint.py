@@ -15,7 +15,7 @@ from maxlm.checkpoint.conversion.quantized import quantized_arrays
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.checkpoint.params import params_item, without_mtp
-from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.schema import Config
 from maxlm.config.sections.model import QUANTIZATION_GROUPS
 from maxlm.config.serialization import to_json
@@ -119,25 +119,16 @@ def quantize_checkpoint(checkpoint: str, output: str, weights: Weights, *, show:
     arrays = quantized_arrays(reader, config.model, weights, str(step_directory))
     size = sum(array.size * array.dtype.itemsize for array in arrays.values())
     check_space('--output', workdir, size)
-    steps = sum(array.shape[0] if array.is_stacked else 1 for array in arrays.values())
     step = int(step_directory.name)
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar('quantize', total=steps, unit='array', show=show) as bar,
+        progress_bar('quantize', total=num_reads(arrays), unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(quantized), encoding='utf-8')
         for name in MODEL_FILES:
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
-
-        def with_progress(array: StreamedArray) -> StreamedArray:
-            def read(layer: int | None) -> np.ndarray:
-                bar.update()
-                return array.read(layer)
-
-            return dataclasses.replace(array, read=read)
-
-        write_step(partial, step, {path: with_progress(array) for path, array in arrays.items()})
+        write_step(partial, step, arrays, on_read=bar.update)
     before = sum(math.prod(shape) * reader.dtypes[path].itemsize for path, shape in reader.shapes.items())
     output_step = Path(find_local_step(f'{workdir}@{step}'))
     disk_bytes = (_disk_bytes(Path(step_directory) / params_item(step_directory)), _disk_bytes(output_step / 'params'))

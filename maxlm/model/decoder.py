@@ -148,14 +148,15 @@ class Decoder(nnx.Module):
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
             graph, blocks_L = nnx.split(self.blocks)
             kinds, num_dense = layer_kinds(config), config.num_dense_layers
-            if isinstance(cache, list):
-                assert blocks is not None, 'a cache for each layer goes with parameters of each'
+            if blocks is not None:
+                assert isinstance(cache, list), 'parameters of each layer go with a cache for each'
                 graphs = [graph] * len(kinds)
                 if self.dense_blocks is not None:
                     graphs[:num_dense] = [nnx.split(self.dense_blocks)[0]] * num_dense
                 x_BTD, cache = run_layers_unrolled(graphs, config, x_BTD, context, blocks, cache)
                 router = None
             else:
+                assert not isinstance(cache, list), 'a cache for each layer goes with parameters of each'
                 keys = None if keys_L is None else keys_L[0]
                 x_BTD, cache = self._run_dense_layers(x_BTD, context, keys, cache)
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys is None else keys[num_dense:])

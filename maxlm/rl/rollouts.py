@@ -118,11 +118,10 @@ class RolloutBatches(BatchSource):
             **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
         }
 
-    def facts(self, config: Config) -> dict[str, Any]:
+    def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
         tokens = sum(map(len, self._prompts.ids))
-        source = {'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}
-        return {**self.fingerprint(config), 'sources': [source]}
+        return [{'name': self._prompts.path, 'prompts': self._prompts.num_prompts, 'tokens': tokens, 'weight': 1.0}]
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""

@@ -134,16 +134,15 @@ class LimitedProcess:
     `ask` is thread-safe. One thread at a time may use `send` and `result` instead.
     """
 
-    def __init__(self, function: str, limits: ProcessLimits | None = None, *, nice: int = 0):
+    def __init__(self, function: str, limits: ProcessLimits | None = None):
         """Initializes the handle.
 
         Args:
             function: `module:name` of a function of this package that converts a request to a result.
             limits: limits of one request; None = the default.
-            nice: niceness of the process.
         """
         self._limits = limits or ProcessLimits()
-        self._settings = json.dumps([function, self._limits._asdict(), nice])
+        self._settings = json.dumps([function, self._limits._asdict()])
         self._lock = threading.Lock()
         self._is_fork = False
         self._request_bytes = 0
@@ -305,9 +304,9 @@ class LimitedProcess:
         return OutputLimitError(message) if kind == TOO_LONG else ProcessFailedError(message)
 
 
-def limited_process(function: str, limits: ProcessLimits | None = None, *, nice: int = 0) -> LimitedProcess:
+def limited_process(function: str, limits: ProcessLimits | None = None) -> LimitedProcess:
     """Returns the handle for a function, which is shared in this process. Forks do not share it. See LimitedProcess."""
-    return _shared(os.getpid(), function, limits, nice)
+    return _shared(os.getpid(), function, limits)
 
 
 @contextlib.contextmanager
@@ -320,5 +319,5 @@ def _checked_start() -> Iterator[None]:
 
 
 @functools.lru_cache
-def _shared(process_id: int, function: str, limits: ProcessLimits | None, nice: int) -> LimitedProcess:
-    return LimitedProcess(function, limits, nice=nice)
+def _shared(process_id: int, function: str, limits: ProcessLimits | None) -> LimitedProcess:
+    return LimitedProcess(function, limits)

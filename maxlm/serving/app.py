@@ -22,24 +22,17 @@ from maxlm.serving.pages.api_reference import api_reference
 from maxlm.serving.pages.chat_page import chat_page
 from maxlm.serving.request_parsing import EngineRequests, parse_chat_request, parse_completion_request
 from maxlm.serving.responses import ResponseBuilder
+from maxlm.serving.schema import paths
 from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.schema.generation import RequestBase, parse_chat, parse_completion
 from maxlm.serving.schema.openapi import DESCRIPTION, openapi_document, route_options
-from maxlm.serving.schema.paths import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    DOCS,
-    EMBEDDINGS,
-    HEALTH,
-    METRICS,
-    MODELS,
-    OPENAPI,
-    PAGE,
-    TOKENIZE,
-    TOKENIZER_INFO,
+from maxlm.serving.schema.tokens import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    parse_request,
+    parse_tokenize,
 )
-from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, parse_request, parse_tokenize
 from maxlm.serving.service import Service
 from maxlm.serving.streaming import CompletionResponse
 from maxlm.serving.tokenization import detokenize, tokenize, tokenizer_info
@@ -89,13 +82,13 @@ def _add_information(app: FastAPI, service: Service, options: _RouteOptions) -> 
     """Adds the endpoints that describe the server and its model."""
     served, limits, created = service.served, service.limits, int(time.time())
 
-    @app.head(HEALTH, include_in_schema=False)
-    @app.get(HEALTH, **options[HEALTH])
+    @app.head(paths.HEALTH, include_in_schema=False)
+    @app.get(paths.HEALTH, **options[paths.HEALTH])
     async def health() -> Response:
         status, content = service.health
         return JSONResponse(content, status)
 
-    @app.get(METRICS, **options[METRICS])
+    @app.get(paths.METRICS, **options[paths.METRICS])
     async def metrics() -> Response:
         return Response(service.metrics.text(), headers={'content-type': CONTENT_TYPE})
 
@@ -115,11 +108,11 @@ def _add_information(app: FastAPI, service: Service, options: _RouteOptions) -> 
             'special_tokens': served.tokenizer.boundary_names,
         }
 
-    @app.get(MODELS, **options[MODELS])
+    @app.get(paths.MODELS, **options[paths.MODELS])
     async def list_models() -> Response:
         return JSONResponse({'object': 'list', 'data': [model()]})
 
-    @app.get(MODELS + '/{name:path}', include_in_schema=False)
+    @app.get(paths.MODELS + '/{name:path}', include_in_schema=False)
     async def show_model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(model())
@@ -129,7 +122,7 @@ def _add_pages(app: FastAPI, *, docs: bool) -> None:
     """Adds the chat page and, with `docs`, the API reference of the endpoints that the app has."""
     page = chat_page()
 
-    @app.api_route(PAGE, methods=['GET', 'HEAD'], include_in_schema=False)
+    @app.api_route(paths.PAGE, methods=['GET', 'HEAD'], include_in_schema=False)
     async def show_page(request: Request) -> Response:
         return page.response(request)
 
@@ -138,11 +131,11 @@ def _add_pages(app: FastAPI, *, docs: bool) -> None:
     document = openapi_document(app)
     reference = api_reference(document)
 
-    @app.get(OPENAPI, include_in_schema=False)
+    @app.get(paths.OPENAPI, include_in_schema=False)
     async def show_document() -> Response:
         return JSONResponse(document)
 
-    @app.get(DOCS, include_in_schema=False)
+    @app.get(paths.DOCS, include_in_schema=False)
     async def show_reference(request: Request) -> Response:
         return reference.response(request)
 
@@ -151,11 +144,17 @@ def _add_tasks(app: FastAPI, service: Service, options: _RouteOptions) -> None:
     """Adds the endpoints that use the model or its tokenizer."""
     served, context = service.served, service.served.engine.max_context
 
-    async def read(request: Request, parse: Callable[[bytes], Any], *, chat: bool) -> Any:
-        """Reads a body and calls `parse` in a thread, because tokenization can take long."""
+    async def read(request: Request, parse: Callable[[bytes], Any], answer: Callable[[Any], Any], *, chat: bool) -> Any:
+        """Reads a body, and returns `answer(parse(body))` from a thread, because tokenization can take long."""
         body = await service.body_reader.read(request)
+
+        def handle() -> Any:
+            parsed = parse(body)
+            service.check_model(parsed.model)
+            return answer(parsed)
+
         return await service.encoders.run(
-            functools.partial(parse, body),
+            handle,
             chat=chat,
             size=len(body),
             receive=request.receive,
@@ -163,35 +162,30 @@ def _add_tasks(app: FastAPI, service: Service, options: _RouteOptions) -> None:
             release=functools.partial(service.body_reader.release, len(body)),
         )
 
-    async def respond(request: Request, parse: Callable[[bytes], Any], *, chat: bool) -> Response:
+    async def respond(
+        request: Request, parse: Callable[[bytes], Any], convert: Callable[..., EngineRequests], *, chat: bool
+    ) -> Response:
         started = request.scope['state']['started']
-        api_request, parsed = await read(request, parse, chat=chat)
-        prepared = await service.grammars.prepare(parsed, receive=request.receive, started=started)
+
+        def pair(parsed: Any) -> tuple[RequestBase, EngineRequests]:
+            return parsed, convert(parsed, served, max_tokens=service.limits.max_tokens)
+
+        api_request, engine_requests = await read(request, parse, pair, chat=chat)
+        prepared = await service.grammars.prepare(engine_requests, receive=request.receive, started=started)
         return _completion_response(service, api_request, prepared, chat=chat, started=started)
 
-    @app.post(COMPLETIONS, **options[COMPLETIONS])
+    @app.post(paths.COMPLETIONS, **options[paths.COMPLETIONS])
     async def complete(request: Request) -> Response:
-        def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
-            completion = parse_completion(body)
-            service.check_model(completion.model)
-            return completion, parse_completion_request(completion, served, max_tokens=service.limits.max_tokens)
+        return await respond(request, parse_completion, parse_completion_request, chat=False)
 
-        return await respond(request, parse, chat=False)
-
-    @app.post(CHAT, **options[CHAT])
+    @app.post(paths.CHAT, **options[paths.CHAT])
     async def chat(request: Request) -> Response:
-        def parse(body: bytes) -> tuple[RequestBase, EngineRequests]:
-            conversation = parse_chat(body, max_context=context)
-            service.check_model(conversation.model)
-            return conversation, parse_chat_request(conversation, served, max_tokens=service.limits.max_tokens)
+        parse = functools.partial(parse_chat, max_context=context)
+        return await respond(request, parse, parse_chat_request, chat=True)
 
-        return await respond(request, parse, chat=True)
-
-    @app.post(EMBEDDINGS, **options[EMBEDDINGS])
+    @app.post(paths.EMBEDDINGS, **options[paths.EMBEDDINGS])
     async def embed(request: Request) -> Response:
-        def parse(body: bytes) -> Response:
-            inputs = parse_request(EmbeddingRequest, body)
-            service.check_model(inputs.model)
+        def answer(inputs: EmbeddingRequest) -> Response:
             return EmbeddingResponse(
                 service,
                 parse_embedding_request(inputs, served),
@@ -199,28 +193,24 @@ def _add_tasks(app: FastAPI, service: Service, options: _RouteOptions) -> None:
                 started=request.scope['state']['started'],
             )
 
-        return await read(request, parse, chat=False)
+        return await read(request, functools.partial(parse_request, EmbeddingRequest), answer, chat=False)
 
-    @app.post(TOKENIZE, **options[TOKENIZE])
+    @app.post(paths.TOKENIZE, **options[paths.TOKENIZE])
     async def show_tokens(request: Request) -> Response:
-        def parse(body: bytes) -> Response:
-            text = parse_tokenize(body, max_context=context)
-            service.check_model(text.model)
+        def answer(text: TokenizeRequest) -> Response:
             return JSONResponse(tokenize(text, served, service.token_decoder))
 
         # The text may be a conversation, whose template may be slow.
-        return await read(request, parse, chat=True)
+        return await read(request, functools.partial(parse_tokenize, max_context=context), answer, chat=True)
 
-    @app.post(DETOKENIZE, **options[DETOKENIZE])
+    @app.post(paths.DETOKENIZE, **options[paths.DETOKENIZE])
     async def show_text(request: Request) -> Response:
-        def parse(body: bytes) -> Response:
-            tokens = parse_request(DetokenizeRequest, body)
-            service.check_model(tokens.model)
+        def answer(tokens: DetokenizeRequest) -> Response:
             return JSONResponse(detokenize(tokens, served))
 
-        return await read(request, parse, chat=False)
+        return await read(request, functools.partial(parse_request, DetokenizeRequest), answer, chat=False)
 
-    @app.get(TOKENIZER_INFO, **options[TOKENIZER_INFO])
+    @app.get(paths.TOKENIZER_INFO, **options[paths.TOKENIZER_INFO])
     async def show_tokenizer() -> Response:
         return JSONResponse(tokenizer_info(served))
 

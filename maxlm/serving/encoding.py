@@ -170,14 +170,9 @@ class Encoders:
             release()
             raise queue_full_error()
         self._jobs.add(job)
-        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive, job))
         try:
-            async with asyncio.timeout(max(0, started + self._limits.request_timeout - time.monotonic())):
-                return await job.future
-        except TimeoutError:
-            raise timeout_error(self._limits) from None
+            return await wait_for_result(job.future, receive=receive, started=started, limits=self._limits)
         finally:
-            disconnect_task.cancel()
             job.future.cancel()
             self._jobs.discard(job)
             queue.remove(job)
@@ -199,14 +194,40 @@ class Encoders:
             queue.close()
 
 
-def queue_full_error() -> ApiError:
-    """Returns the error for a request that finds a queue full."""
+async def wait_for_result(
+    future: asyncio.Future[Any], *, receive: Receive, started: float, limits: ServerLimits
+) -> Any:
+    """Returns the result of a future, for a request that started at `started`, as `time.monotonic()`.
+
+    Raises:
+        ApiError: the request timed out.
+        ClientDisconnect: the client has disconnected.
+    """
+    disconnect_task = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        timeout = max(0, started + limits.request_timeout - time.monotonic())
+        await asyncio.wait({future, disconnect_task}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if future.done():
+            return future.result()
+        raise ClientDisconnect if disconnect_task.done() else timeout_error(limits)
+    finally:
+        disconnect_task.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Waits until the client of a request, whose body has been read, disconnects."""
+    while (await receive())['type'] != 'http.disconnect':
+        pass
+
+
+def queue_full_error(retry_after: int = 5) -> ApiError:
+    """Returns the error for a request that finds a queue full, and may be sent again after some seconds."""
     return ApiError(
         429,
         'too many requests are waiting; try again later',
         kind='rate_limit_error',
         code='queue_full',
-        headers={'retry-after': '5'},
+        headers={'retry-after': str(retry_after)},
     )
 
 
@@ -218,11 +239,10 @@ def timeout_error(limits: ServerLimits) -> ApiError:
 
 
 def draining_error() -> ApiError:
-    """Returns the error for a request that is cut off by the server's shutdown."""
-    return ApiError(503, 'the server is shutting down', kind=SERVER, code='draining')
+    """Returns the error for a request that the server's shutdown rejects or cuts off."""
+    return ApiError(503, 'the server is shutting down', kind=SERVER, code='draining', headers={'retry-after': '5'})
 
 
-async def _wait_for_disconnect(receive: Receive, job: Job) -> None:
-    while (await receive())['type'] != 'http.disconnect':
-        pass
-    job.fail(ClientDisconnect())
+def engine_error(status: int = 503) -> ApiError:
+    """Returns the error for a request that a failure of the engine, which ends the server, rejects or cuts off."""
+    return ApiError(status, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Callable
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import LIMITS, GrammarsBusyError, GrammarsUnavailableError, TooComplexError
 from maxlm.inference.engine.requests import Request
 from maxlm.sandbox.limited_process import RequestCancelledError
-from maxlm.serving.encoding import Job, WorkQueue, queue_full_error, timeout_error
+from maxlm.serving.encoding import Job, WorkQueue, queue_full_error, wait_for_result
 from maxlm.serving.engine_thread import EngineLike
 from maxlm.serving.limits import ServerLimits
 from maxlm.serving.metrics import Metrics
@@ -101,16 +98,10 @@ class GrammarQueue:
         compilation = self._compilations.get(key) or self._start(key, request, parsed)
         future = compilation.job.future
         compilation.num_waiting += 1
-        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
         try:
-            timeout = max(0, started + self._limits.request_timeout - time.monotonic())
-            await asyncio.wait({future, disconnect_task}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if future.done():
-                prepared: Request = future.result()
-                return prepared
-            raise ClientDisconnect if disconnect_task.done() else timeout_error(self._limits)
+            prepared: Request = await wait_for_result(future, receive=receive, started=started, limits=self._limits)
+            return prepared
         finally:
-            disconnect_task.cancel()
             compilation.num_waiting -= 1
             if not compilation.num_waiting:
                 compilation.is_cancelled.set()
@@ -167,8 +158,3 @@ class GrammarQueue:
                     param, error = name, part_error
                     break
         return ApiError(400, f'{param}: {str(error).removeprefix("grammar: ")}', param=param)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())['type'] != 'http.disconnect':
-        pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,27 +23,18 @@ class Metrics:
     def __init__(self, state: Callable[[], EngineState]):
         """Registers the metrics. `state` is called on every scrape."""
         registry = CollectorRegistry()
+
+        def seconds(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f'maxlm_{name}_seconds', text, buckets=buckets, registry=registry)
+
         self.requests = Counter(
             'maxlm_requests', 'Number of requests by path and status', ('path', 'status'), registry=registry
         )
-        self.first_token = Histogram(
-            'maxlm_first_token_seconds',
-            'Time from the request to the first token of its response',
-            buckets=_SECONDS,
-            registry=registry,
+        self.first_token = seconds('first_token', 'Time from the request to the first token of its response')
+        self.token = seconds(
+            'output_token', 'Time per output token after the first: the mean of each request', _TOKEN_SECONDS
         )
-        self.token = Histogram(
-            'maxlm_output_token_seconds',
-            'Time per output token after the first: the mean of each request',
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
-        self.request = Histogram(
-            'maxlm_request_seconds',
-            'Time from the request to the end of its response',
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self.request = seconds('request', 'Time from the request to the end of its response')
         self.grammars = Counter(
             'maxlm_grammars',
             'Number of grammars that were compiled or refused, and of requests whose grammar failed later',

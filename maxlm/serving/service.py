@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from maxlm.inference.engine.requests import Delta, QueueFullError, Request
-from maxlm.serving.encoding import Encoders, draining_error, timeout_error
+from maxlm.serving.encoding import Encoders, draining_error, engine_error, queue_full_error, timeout_error
 from maxlm.serving.engine_thread import EngineThread, StreamHandle
 from maxlm.serving.grammar_queue import GrammarQueue
 from maxlm.serving.limits import BodyReader, ServerLimits
@@ -55,13 +55,7 @@ class PendingRequest:
                 )
         except QueueFullError:
             self.close()
-            raise ApiError(
-                429,
-                'too many requests are waiting; try again later',
-                kind='rate_limit_error',
-                code='queue_full',
-                headers={'retry-after': str(service.retry_after())},
-            ) from None
+            raise queue_full_error(service.retry_after()) from None
         service.pending.add(self)
 
     async def next_deltas(self, timeout: float) -> list[tuple[int, Delta]]:
@@ -115,7 +109,7 @@ class PendingRequest:
             if item[1].error:
                 self._service.metrics.grammars.labels('failed').inc()
                 raise ApiError(500, item[1].error, kind=SERVER, code='grammar')
-            raise ApiError(500, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
+            raise engine_error(500)
         if item[1].finish_reason == 'cancelled':
             raise ApiError(503, 'the request was cancelled', kind=SERVER, code='cancelled')
         return item
@@ -161,11 +155,9 @@ class Service:
     def check_ready(self) -> None:
         """Raises ApiError if new requests are rejected."""
         if self.engine_thread.failed:
-            raise ApiError(503, 'the engine failed; the server is shutting down', kind=SERVER, code='engine_failed')
+            raise engine_error()
         if self.is_draining:
-            raise ApiError(
-                503, 'the server is shutting down', kind=SERVER, code='draining', headers={'retry-after': '5'}
-            )
+            raise draining_error()
 
     @property
     def health(self) -> tuple[int, dict[str, str]]:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from maxlm.inference.engine.requests import Delta
+from maxlm.serving.encoding import wait_for_disconnect
 from maxlm.serving.responses import ResponseBuilder, usage
 from maxlm.serving.schema.errors import ApiError
 from maxlm.serving.service import PendingRequest
@@ -39,7 +40,7 @@ class EngineResponse(Response, abc.ABC):
         Raises:
             ApiError: the request failed before anything was sent.
         """
-        disconnect_task = asyncio.create_task(_wait_for_disconnect(receive))
+        disconnect_task = asyncio.create_task(wait_for_disconnect(receive))
         send_task = asyncio.create_task(self.respond(scope, receive, send))
         try:
             await asyncio.wait({disconnect_task, send_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -129,8 +130,3 @@ def _sse_event(content: dict[str, Any]) -> bytes:
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
     if body or not more:
         await send({'type': 'http.response.body', 'body': body, 'more_body': more})
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())['type'] != 'http.disconnect':
-        pass

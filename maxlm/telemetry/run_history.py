@@ -121,7 +121,6 @@ class HistoryReader:
         self._workdir = str(workdir).rstrip('/') or '/'
         self._tails: dict[str, JsonlTail] = {}
         self._config: tuple[tuple[int, str], Config | None, str] | None = None
-        self._ledgers: dict[int, GoodputLog] = {}
 
     def read(self) -> RunHistory:
         """Returns the current history of the run.

@@ -136,8 +136,8 @@ class BatchSource(Protocol):
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
 
-    def facts(self, config: Config) -> dict[str, Any]:
-        """Returns the description of the data for the event `started`, which includes the fingerprint."""
+    def source_descriptions(self) -> list[dict[str, Any]]:
+        """Returns the name, the weight and the number of tokens of each source, for the event `started`."""
 
     def open(self, config: Config, layout: Layout) -> None:
         """Prepares evaluation and sampling before the first step. InputError if the config does not allow them."""
@@ -236,10 +236,10 @@ class TextBatches(BatchSource):
         """See `TrainingData.fingerprint`."""
         return self.corpus.fingerprint(config.train.global_batch_size, config.source_stages)
 
-    def facts(self, config: Config) -> dict[str, Any]:
+    def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
         corpus = self.corpus
-        sources = [
+        return [
             {
                 'name': source.name or source.dataset.path.name,
                 'tokens': sum(shard.tokens for shard in source.shards('train')),
@@ -247,7 +247,6 @@ class TextBatches(BatchSource):
             }
             for source, share in zip(corpus.sources, corpus.data.source_shares or (1.0,), strict=True)
         ]
-        return {**self.fingerprint(config), 'sources': sources}
 
     def open(self, config: Config, layout: Layout) -> None:
         """See `BatchSource`."""

@@ -57,7 +57,7 @@ class RunCheckpoints:
     def __init__(self, checkpoints: Checkpoints, prepared: PreparedStep, source: BatchSource, context: RunContext):
         self._checkpoints, self._source, self._recorder = checkpoints, source, context.recorder
         self._workdir = context.workdir
-        self._config, self._layout, self._abstract, _ = prepared
+        self._config, self._layout, self._abstract = prepared.config, prepared.layout, prepared.abstract
         self._fingerprint = source.fingerprint(self._config) | reference_metadata(self._config)
         self.best_loss = math.inf
 

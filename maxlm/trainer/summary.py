@@ -71,7 +71,7 @@ def start_facts(
             'hours': cost.hours if cost else None,
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
-        'dataset': source.facts(config),
+        'dataset': {**source.fingerprint(config), 'sources': source.source_descriptions()},
     }
 
 

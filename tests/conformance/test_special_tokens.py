@@ -144,7 +144,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path):
 def test_damaged_files_are_refused(tmp_path, content):
     directory = write_tokenizer(tmp_path / 'a', Files())
     (directory / 'tokenizer_config.json').write_bytes(content.encode('latin-1'))
-    with pytest.raises(InputError, match=r'tokenizer_config\.json .*fix or replace the file'):
+    with pytest.raises(InputError, match=r'tokenizer_config\.json: .*fix or replace the file'):
         Tokenizer.load(directory / 'tokenizer.json')
 
 

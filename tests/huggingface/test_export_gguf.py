@@ -26,51 +26,34 @@ from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.huggingface.gguf_files import gguf, read
 from tests.huggingface.sentencepiece_tokenizer import sentencepiece_tokenizer
 from tests.huggingface.workdirs import MODELS, make_exported, make_workdir, parameters
-from tests.small import small_config
+from tests.small import model_keys, small_config
 
 # Transformers does not read the head dimension from GGUF files of Qwen3, and assumes 128. It does not read the scale of
 # scores of Gemma, and assumes that of 256.
-PLAIN = {'model__attention_pattern': 'L', 'model__sliding_window': 0, 'model__rope_scaling': 'none'}
+PLAIN = model_keys(attention_pattern='L', sliding_window=0, rope_scaling='none')
 CASES = {
     'llama': {**MODELS['llama'], 'model__dim': 64, 'model__head_dim': 16, 'model__ffn_dim': 96},
     'qwen3': {
         **MODELS['qwen3'],
         **PLAIN,
-        'model__rope_scaling_factor': 1.0,
-        'model__num_layers': 1,
-        'model__num_heads': 2,
-        'model__head_dim': 128,
-        'model__tie_embeddings': True,
+        **model_keys(rope_scaling_factor=1.0, num_layers=1, num_heads=2, head_dim=128, tie_embeddings=True),
     },
-    'qwen2': {'model__family': 'qwen2', 'model__num_layers': 1, 'model__num_kv_heads': 2},
+    'qwen2': model_keys(family='qwen2', num_layers=1, num_kv_heads=2),
     # Transformers assumes a padding token.
-    'phi3': {'model__family': 'phi3', 'model__num_layers': 1, 'model__num_kv_heads': 2, 'model__vocab_size': 32_001},
-    'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 20, 'model__head_dim': 256},
-    'gemma3': {
-        'model__family': 'gemma3',
-        'model__num_layers': 6,
-        'model__sliding_window': 20,
-        'model__head_dim': 256,
-        'model__num_kv_heads': 1,
-    },
+    'phi3': model_keys(family='phi3', num_layers=1, num_kv_heads=2, vocab_size=32_001),
+    'gemma2': model_keys(family='gemma2', sliding_window=20, head_dim=256),
+    'gemma3': model_keys(family='gemma3', num_layers=6, sliding_window=20, head_dim=256, num_kv_heads=1),
     # Transformers does not read the rotary base.
-    'starcoder2': {
-        'model__family': 'starcoder2',
-        'model__rope_theta': 10_000.0,
-        'model__num_kv_heads': 2,
-        'model__attention_pattern': 'L',
-        'model__sliding_window': 0,
-    },
+    'starcoder2': model_keys(
+        family='starcoder2', rope_theta=10_000.0, num_kv_heads=2, attention_pattern='L', sliding_window=0
+    ),
     # Transformers assumes experts of width 768.
     'qwen3moe': {
         **EXPERT_MODELS['qwen3_moe'],
-        'model__num_layers': 1,
-        'model__head_dim': 128,
-        'model__num_kv_heads': 2,
-        'model__expert_ffn_dim': 768,
+        **model_keys(num_layers=1, head_dim=128, num_kv_heads=2, expert_ffn_dim=768),
     },
 }
-YARN = {'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 2.0}
+YARN = model_keys(rope_scaling='yarn', rope_scaling_factor=2.0)
 TOKENS = np.arange(40, dtype=np.int32)[None]
 
 
@@ -195,15 +178,15 @@ def test_keys(workdirs, tmp_path, tokenizer):
 
 DEEPSEEK = EXPERT_MODELS['deepseek_v3']
 GEMMA = {**CASES['gemma2'], 'model__num_layers': 2}
-SMOLLM3 = {'model__family': 'smollm3', 'model__num_layers': 4}
-OLMO3 = {'model__family': 'olmo3', 'model__num_layers': 4, 'model__sliding_window': 9}
+SMOLLM3 = model_keys(family='smollm3', num_layers=4)
+OLMO3 = model_keys(family='olmo3', num_layers=4, sliding_window=9)
 
 
 @pytest.mark.parametrize(
     ('overrides', 'wanted'),
     [
         (
-            {'model__family': 'granite'},
+            model_keys(family='granite'),
             {
                 'granite.embedding_scale': 12.0,
                 'granite.residual_scale': 0.22,
@@ -279,14 +262,14 @@ OLMO3 = {'model__family': 'olmo3', 'model__num_layers': 4, 'model__sliding_windo
         ),
         ({'model__family': 'starcoder2', **PLAIN}, {'starcoder2.attention.layer_norm_epsilon': 1e-5}),
         (
-            {
-                'model__family': 'phi3',
-                'model__partial_rotary_factor': 0.5,
-                'model__rope_scaling': 'longrope',
-                'model__rope_scaling_factor': 4.0,
-                'model__rope_short_factors': (1.0, 1.5),
-                'model__rope_long_factors': (2.0, 8.0),
-            },
+            model_keys(
+                family='phi3',
+                partial_rotary_factor=0.5,
+                rope_scaling='longrope',
+                rope_scaling_factor=4.0,
+                rope_short_factors=(1.0, 1.5),
+                rope_long_factors=(2.0, 8.0),
+            ),
             {'phi3.rope.dimension_count': 4, 'phi3.rope.scaling.attn_factor': 1.224744871391589},
         ),
     ],
@@ -337,8 +320,8 @@ def test_a_tokenizer_of_sentencepiece(tmp_path):
 @pytest.mark.parametrize(
     ('overrides', 'found'),
     [
-        ({'model__rope_scaling': 'linear', 'model__rope_scaling_factor': 4.0}, {'type': 'linear', 'factor': 4.0}),
-        ({'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 2.0}, {'type': 'yarn', 'factor': 2.0}),
+        (model_keys(rope_scaling='linear', rope_scaling_factor=4.0), {'type': 'linear', 'factor': 4.0}),
+        (model_keys(rope_scaling='yarn', rope_scaling_factor=2.0), {'type': 'yarn', 'factor': 2.0}),
     ],
 )
 def test_scaled_positions(tmp_path, overrides, found):
@@ -349,7 +332,7 @@ def test_scaled_positions(tmp_path, overrides, found):
 
 
 def test_the_factors_of_llama3_equal_transformers(tmp_path):
-    scaling = {'model__rope_scaling': 'llama3', 'model__rope_scaling_factor': 8.0, 'model__original_max_positions': 32}
+    scaling = model_keys(rope_scaling='llama3', rope_scaling_factor=8.0, original_max_positions=32)
     run, exported = make_exported(tmp_path, {**CASES['llama'], **scaling})
     export_gguf(str(run), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     tensors, _ = read(tmp_path / 'model.gguf')
@@ -386,7 +369,7 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
         ({**DEEPSEEK, **YARN}, ['model.rope_attention_factor=0.0']),
         ({**DEEPSEEK, **YARN, 'model__rope_attention_factor': 1.0}, ['model.rope_mscale_all_dim=0.0']),
         ({**EXPERT_MODELS['gpt_oss'], 'model__attention_pattern': 'LS'}, ['model.attention_pattern=LS', 'SL']),
-        ({'model__family': 'starcoder2'}, ['model.attention_pattern=S', 'sliding windows']),
+        (model_keys(family='starcoder2'), ['model.attention_pattern=S', 'sliding windows']),
         ({'model__family': 'starcoder2', **PLAIN, 'model__activation': 'gelu'}, ['model.activation=gelu']),
         (
             {**GEMMA, 'model__rope_scaling': 'linear', 'model__rope_scaling_factor': 2.0},
@@ -397,12 +380,7 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
             ['rope_scaling=dynamic'],
         ),
         (
-            {
-                **CASES['llama'],
-                'model__rope_scaling': 'yarn',
-                'model__rope_scaling_factor': 2.0,
-                'model__rope_beta_fast': 16.0,
-            },
+            {**CASES['llama'], **model_keys(rope_scaling='yarn', rope_scaling_factor=2.0, rope_beta_fast=16.0)},
             ['model.rope_beta_fast=16.0'],
         ),
     ],

@@ -15,52 +15,38 @@ from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from tests.huggingface.expert_models import EXPERT_MODELS
-from tests.small import LATENT, small_config
+from tests.small import LATENT, model_keys, small_config
 
 # Overrides of a small model by name. Models of one family differ as far as possible.
 MODELS: dict[str, dict[str, Any]] = {
-    'gpt2': {'model__family': 'gpt2', 'model__ffn_dim': 40},
-    'gpt_neox': {'model__family': 'gpt_neox'},
-    'llama': {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__head_dim': 12, 'model__ffn_dim': 40},
-    'mistral': {
-        'model__family': 'llama',
-        'model__attention_pattern': 'S',
-        'model__sliding_window': 5,
-        'model__tie_embeddings': True,
-    },
-    'qwen3': {
-        'model__family': 'qwen3',
-        'model__num_layers': 3,
-        'model__num_kv_heads': 1,
-        'model__attention_pattern': 'SL',
-        'model__sliding_window': 6,
-        'model__rope_scaling': 'yarn',
-        'model__rope_scaling_factor': 4.0,
-    },
-    'qwen2': {'model__family': 'qwen2', 'model__tie_embeddings': True},
-    'smollm3': {'model__family': 'smollm3', 'model__attention_pattern': 'NL'},
-    'olmo2': {'model__family': 'olmo2', 'model__num_kv_heads': 2},
-    'olmo3': {
-        'model__family': 'olmo3',
-        'model__attention_pattern': 'SL',
-        'model__sliding_window': 6,
-        'model__rope_scaling': 'yarn',
-        'model__rope_scaling_factor': 4.0,
-    },
+    'gpt2': model_keys(family='gpt2', ffn_dim=40),
+    'gpt_neox': model_keys(family='gpt_neox'),
+    'llama': model_keys(family='llama', num_kv_heads=2, head_dim=12, ffn_dim=40),
+    'mistral': model_keys(family='llama', attention_pattern='S', sliding_window=5, tie_embeddings=True),
+    'qwen3': model_keys(
+        family='qwen3',
+        num_layers=3,
+        num_kv_heads=1,
+        attention_pattern='SL',
+        sliding_window=6,
+        rope_scaling='yarn',
+        rope_scaling_factor=4.0,
+    ),
+    'qwen2': model_keys(family='qwen2', tie_embeddings=True),
+    'smollm3': model_keys(family='smollm3', attention_pattern='NL'),
+    'olmo2': model_keys(family='olmo2', num_kv_heads=2),
+    'olmo3': model_keys(
+        family='olmo3', attention_pattern='SL', sliding_window=6, rope_scaling='yarn', rope_scaling_factor=4.0
+    ),
     # Untied, because the scaled embedding of a tied output repeats the last token.
-    'granite': {'model__family': 'granite', 'model__tie_embeddings': False},
-    'phi3': {'model__family': 'phi3', 'model__partial_rotary_factor': 0.5},
-    'gemma2': {'model__family': 'gemma2', 'model__sliding_window': 6},
-    'gemma3': {
-        'model__family': 'gemma3',
-        'model__num_layers': 3,
-        'model__attention_pattern': 'SSL',
-        'model__sliding_window': 6,
-    },
+    'granite': model_keys(family='granite', tie_embeddings=False),
+    'phi3': model_keys(family='phi3', partial_rotary_factor=0.5),
+    'gemma2': model_keys(family='gemma2', sliding_window=6),
+    'gemma3': model_keys(family='gemma3', num_layers=3, attention_pattern='SSL', sliding_window=6),
     **{f'{name} with experts': overrides for name, overrides in EXPERT_MODELS.items()},
     'deepseek_v3': {**LATENT, 'model__family': 'deepseek_v3', 'model__q_lora_rank': 20},
-    'starcoder2': {'model__family': 'starcoder2', 'model__num_kv_heads': 2, 'model__sliding_window': 6},
-    'nanochat': {'model__family': 'nanochat'},
+    'starcoder2': model_keys(family='starcoder2', num_kv_heads=2, sliding_window=6),
+    'nanochat': model_keys(family='nanochat'),
 }
 
 

@@ -15,92 +15,70 @@ from flax import nnx
 from maxlm.model.layers.kv_cache import init_caches
 from maxlm.model.layers.masks import layer_windows
 from tests.parameters import decoder_graph, logits, random_params
-from tests.small import LATENT, small_batch, small_config
+from tests.small import LATENT, model_keys, small_batch, small_config
 
-SINKS = {'model__family': 'llama', 'model__attention_sinks': True}
+SINKS = model_keys(family='llama', attention_sinks=True)
 # Settings, and the execution of layers: scanned, unrolled, or with unstacked arrays in the cached call.
 CASES = {
-    'gpt2': ({'model__family': 'gpt2'}, 'loop'),
-    'gpt_neox': ({'model__family': 'gpt_neox', 'model__num_kv_heads': 2}, 'unrolled'),
+    'gpt2': (model_keys(family='gpt2'), 'loop'),
+    'gpt_neox': (model_keys(family='gpt_neox', num_kv_heads=2), 'unrolled'),
     'llama, all switches': (
-        {
-            'model__family': 'llama',
-            'model__num_kv_heads': 1,
-            'model__norm': 'layernorm',
-            'model__use_bias': True,
-            'model__tie_embeddings': True,
-        },
+        model_keys(family='llama', num_kv_heads=1, norm='layernorm', use_bias=True, tie_embeddings=True),
         'apart',
     ),
     'qwen3, sliding': (
-        {
-            'model__family': 'qwen3',
-            'model__num_kv_heads': 2,
-            'model__head_dim': 12,
-            'model__attention_pattern': 'S',
-            'model__sliding_window': 3,
-        },
+        model_keys(family='qwen3', num_kv_heads=2, head_dim=12, attention_pattern='S', sliding_window=3),
         'unrolled',
     ),
-    'nanochat': ({'model__family': 'nanochat'}, 'apart'),
+    'nanochat': (model_keys(family='nanochat'), 'apart'),
     'latent attention': ({**LATENT, 'model__q_lora_rank': 20}, 'apart'),
     'latent attention, experts': (
-        {
-            **LATENT,
-            'model__num_experts': 4,
-            'model__num_experts_per_token': 2,
-            'model__expert_ffn_dim': 16,
-            'model__num_dense_layers': 1,
-        },
+        {**LATENT, **model_keys(num_experts=4, num_experts_per_token=2, expert_ffn_dim=16, num_dense_layers=1)},
         'loop',
     ),
     'latent attention, full queries, yarn': (
         {
             **LATENT,
-            'model__rope_scaling': 'yarn',
-            'model__rope_scaling_factor': 4.0,
-            'model__rope_mscale_all_dim': 0.7,
-            'model__attention_pattern': 'SL',
-            'model__sliding_window': 3,
+            **model_keys(
+                rope_scaling='yarn',
+                rope_scaling_factor=4.0,
+                rope_mscale_all_dim=0.7,
+                attention_pattern='SL',
+                sliding_window=3,
+            ),
         },
         'loop',
     ),
     'sinks': ({**SINKS, 'model__num_kv_heads': 2}, 'apart'),
     'sinks, clamped, mixed windows': (
-        {
-            **SINKS,
-            'model__activation': 'swiglu_oai',
-            'model__use_bias': True,
-            'model__attention_pattern': 'SL',
-            'model__sliding_window': 3,
-        },
+        {**SINKS, **model_keys(activation='swiglu_oai', use_bias=True, attention_pattern='SL', sliding_window=3)},
         'loop',
     ),
     'gemma2, all switches': (
-        {
-            'model__family': 'gemma2',
-            'model__num_kv_heads': 2,
-            'model__sliding_window': 3,
-            'model__rope_local_theta': 77.0,
-            'model__attention_multiplier': 0.7,
-            'model__attention_softcap': 2.0,
-        },
+        model_keys(
+            family='gemma2',
+            num_kv_heads=2,
+            sliding_window=3,
+            rope_local_theta=77.0,
+            attention_multiplier=0.7,
+            attention_softcap=2.0,
+        ),
         'apart',
     ),
-    'smollm3': ({'model__family': 'smollm3', 'model__attention_pattern': 'NL'}, 'loop'),
+    'smollm3': (model_keys(family='smollm3', attention_pattern='NL'), 'loop'),
     'olmo3': (
-        {
-            'model__family': 'olmo3',
-            'model__num_layers': 3,
-            'model__attention_pattern': 'SLN',
-            'model__sliding_window': 3,
-            'model__residual_multiplier': 0.5,
-            'model__logits_scaling': 2.0,
-        },
+        model_keys(
+            family='olmo3',
+            num_layers=3,
+            attention_pattern='SLN',
+            sliding_window=3,
+            residual_multiplier=0.5,
+            logits_scaling=2.0,
+        ),
         'apart',
     ),
     'mixed windows': (
-        {'model__num_layers': 4, 'model__attention_pattern': 'SL', 'model__sliding_window': 3},
+        model_keys(num_layers=4, attention_pattern='SL', sliding_window=3),
         'loop',
     ),
 }
@@ -246,7 +224,7 @@ def test_a_document_gives_the_same_logits_alone_and_packed(of_documents):
 
 
 def test_windows_follow_the_pattern_and_change_logits():
-    settings = {'model__num_layers': 3, 'model__family': 'llama', 'model__sliding_window': 3}
+    settings = model_keys(num_layers=3, family='llama', sliding_window=3)
     config, graph, params = make(**settings, model__attention_pattern='SSL')
     five = dataclasses.replace(config.model, num_layers=5)
     assert layer_windows(five) == [3, 3, 0, 3, 3]

@@ -31,6 +31,4 @@ def answer(request):
     if command == 'count':
         counts.append(1)
         return str(len(counts)).encode()
-    if command == 'nice':
-        return str(os.nice(0)).encode()
     return request

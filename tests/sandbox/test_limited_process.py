@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -24,6 +23,7 @@ from maxlm.sandbox.limited_process import (
 )
 from maxlm.sandbox.process import interpreter
 from tests.conftest import ROOT
+from tests.waiting import until
 
 LIMITS = ProcessLimits(
     cpu_seconds=0.2, memory_bytes=64 << 20, memory_per_byte=0, output_bytes=100, output_per_byte=2, wall_seconds=60
@@ -108,12 +108,6 @@ def test_an_interrupted_request_leaves_no_response(process, monkeypatch):
 
 def raise_interrupt(*_):
     raise KeyboardInterrupt
-
-
-def test_niceness():
-    process = LimitedProcess(NAME, LIMITS, nice=1)
-    assert int(process.ask(b'nice')) == min(19, os.nice(0) + 1)
-    process.close()
 
 
 def test_a_killed_parent_leaves_no_process():
@@ -205,14 +199,6 @@ def test_forks_end_with_their_parent():
 def process_of(process):
     """Returns the process of a handle."""
     return psutil.Process(int(process.ask(b'pid')))
-
-
-def until(condition):
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_messages_are_exact_and_a_closed_connection_is_an_error():

@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 
 import openai
 
@@ -67,14 +66,6 @@ def request_bytes(path, body, *, method='POST', headers=()):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f'{method} {path} HTTP/1.1', 'Host: 127.0.0.1', 'Content-Type: application/json', *headers]
     return '\r\n'.join([*lines, f'Content-Length: {len(body)}', '', '']).encode() + body
-
-
-def until(condition, seconds=20):
-    """Waits until a condition is true, or raises after a generous timeout."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, 'the condition was never true'
-        time.sleep(0.005)
 
 
 def client_of(server, api_key='none'):

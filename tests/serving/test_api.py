@@ -15,26 +15,10 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.inference.sampling import Sampling
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import DETAILS, REPLY, FakeEngine, chat_tokenizer, served_by
-from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes
+from tests.waiting import until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
-
-
-@pytest.fixture(scope='module')
-def engine():
-    return FakeEngine()
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-    with ServerThread(served_by(engine)) as server:
-        yield server
-
-
-@pytest.fixture(scope='module')
-def client(server):
-    with client_of(server) as client:
-        yield client
 
 
 @pytest.fixture

@@ -10,24 +10,13 @@ import pytest
 
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, embedding_of, served_by
-from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
+from tests.serving.serving_thread import ServerThread, request_bytes
+from tests.waiting import until
 
 
 @pytest.fixture(scope='module')
 def engine():
     return FakeEngine(num_slots=2, max_queue_size=3)
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-    with ServerThread(served_by(engine)) as server:
-        yield server
-
-
-@pytest.fixture(scope='module')
-def client(server):
-    with client_of(server) as client:
-        yield client
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from tests.conftest import ROOT
 from tests.data.tokenizer.hostile_files import ACCEPTED, load, tokenizer_file
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.hostile import request
-from tests.serving.serving_thread import ServerThread, until
+from tests.serving.serving_thread import ServerThread
+from tests.waiting import until
 
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 SMALL = {'prompt': 'a', 'max_tokens': 3, 'seed': 1}

@@ -14,7 +14,8 @@ import pytest
 from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.hostile import MAX_BODY, Generator, Hostile, Wire, request
-from tests.serving.serving_thread import ServerThread, until
+from tests.serving.serving_thread import ServerThread
+from tests.waiting import until
 
 MAX_GROWTH = 16 * 2**20
 EXPECTED = {200, 400, 403, 404, 405, 413, 415, 431}

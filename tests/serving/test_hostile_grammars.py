@@ -23,8 +23,9 @@ from maxlm.serving.request_parsing import ServedModel
 from tests.inference.engines import DEAD_END, FAMILIES, MODEL, new_engine
 from tests.parameters import random_params
 from tests.serving.fake_engine import DETAILS, chat_tokenizer
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, request_bytes
 from tests.small import small_config, small_layout
+from tests.waiting import until
 
 COMPLETIONS, CHAT = '/v1/completions', '/v1/chat/completions'
 PLAIN = {'prompt': 'hi', 'max_tokens': 2}

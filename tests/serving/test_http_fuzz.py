@@ -6,7 +6,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.serving.protocol_harness import Harness
 from tests.serving.test_http_protocol import BODY, CHUNKED, GOOD, HEALTH, TEXT, head, in_chunks, text_of, with_length
 
 STATUSES = {200, 400, 403, 404, 405, 413, 415, 431}
@@ -76,13 +75,6 @@ CONTENTS = st.builds(
     changed, st.lists(REQUESTS, min_size=1, max_size=4), st.integers(0, 4000), st.none() | st.integers(0, 255)
 )
 UPGRADE = with_length(b'Connection: Upgrade', b'Upgrade: h2c')
-
-
-@pytest.fixture(scope='module')
-def harness():
-    harness = Harness()
-    yield harness
-    harness.close()
 
 
 @pytest.fixture

@@ -31,13 +31,6 @@ GOOD = with_length()
 HEALTH = head(line=b'GET /health HTTP/1.1')
 
 
-@pytest.fixture(scope='module')
-def harness():
-    harness = Harness()
-    yield harness
-    harness.close()
-
-
 def text_of(answer):
     assert answer.status == 200, answer
     return json.loads(answer.body)['choices'][0]['text']

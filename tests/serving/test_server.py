@@ -18,7 +18,8 @@ from maxlm.serving.limits import ServerLimits
 from maxlm.serving.server import bind, is_loopback, server_url
 from tests.conftest import ROOT
 from tests.serving.fake_engine import REPLY, FakeEngine, served_by
-from tests.serving.serving_thread import ServerThread, request_bytes, until
+from tests.serving.serving_thread import ServerThread, request_bytes
+from tests.waiting import until
 
 BODY = {'prompt': 'a', 'max_tokens': 30, 'temperature': 0}
 

@@ -10,6 +10,7 @@ import psutil
 from maxlm.storage.jsonl import read_lines
 from maxlm.telemetry.device_monitor import DeviceReadings, Host, summarize
 from maxlm.telemetry.metrics import METRICS
+from tests.waiting import until
 
 GPU = {
     'index': 0,
@@ -22,22 +23,15 @@ GPU = {
 HOT = {**GPU, 'index': 1, 'use_percent': 70, 'temperature_c': 80, 'throttled': ['thermal'], 'ecc_errors': 1}
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_lines_contain_all_documented_fields(tmp_path):
     path = tmp_path / 'devices.jsonl'
     # An attempt was killed while it wrote a line.
     path.write_text('{"time": 1.0}\n{"ti')
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=3, accelerators=lambda: [GPU, HOT]) as readings:
-        wait_for(lambda: len(read_lines(path).lines) >= 3)
+        until(lambda: len(read_lines(path).lines) >= 3)
         metrics = readings.metrics()
         # `metrics` clears the readings, so wait for new ones.
-        wait_for(readings.metrics)
+        until(readings.metrics)
     lines, torn = read_lines(path)
     assert not torn
     assert lines[0] == {'time': 1.0}
@@ -53,7 +47,7 @@ def test_lines_contain_all_documented_fields(tmp_path):
 
 def test_each_process_writes_its_own_file(tmp_path):
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, process=2):
-        wait_for(lambda: read_lines(tmp_path / 'devices-2.jsonl').lines)
+        until(lambda: read_lines(tmp_path / 'devices-2.jsonl').lines)
     assert read_lines(tmp_path / 'devices-2.jsonl').lines[0]['process'] == 2
     assert not (tmp_path / 'devices.jsonl').exists()
 
@@ -87,7 +81,7 @@ def test_failing_device_does_not_affect_host_readings(tmp_path):
         raise RuntimeError('driver error')
 
     with DeviceReadings(tmp_path, interval_seconds=0.02, attempt=1, accelerators=fail) as readings:
-        wait_for(lambda: len(read_lines(tmp_path / 'devices.jsonl').lines) >= 2)
+        until(lambda: len(read_lines(tmp_path / 'devices.jsonl').lines) >= 2)
         assert 'host/cpu_percent' in readings.metrics()
     assert read_lines(tmp_path / 'devices.jsonl').lines[0]['devices'] == []
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -19,6 +18,7 @@ from maxlm.workdir.upload_state import MIRROR, UploadState
 from maxlm.workdir.uploader import StepMirror, UploadProgress
 from tests.conftest import ROOT
 from tests.gcs_emulator import WireFault, running
+from tests.waiting import until
 from tests.workdir.steps import NAMES, content, write_step
 
 URL = 'gs://bucket/runs/one'
@@ -33,14 +33,6 @@ def mirror_of(workdir, bucket, **options):
 def run_until_idle(mirror):
     while mirror.work():
         pass
-
-
-def until(condition, seconds=30.0):
-    """Waits for a background event. The timeout only ends a failing test."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f'timed out after {seconds} s'
-        time.sleep(0.01)
 
 
 def remove(workdir, *steps):

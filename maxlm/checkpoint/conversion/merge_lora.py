@@ -7,7 +7,7 @@ axis if layers are stacked.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from flax import nnx
 from maxlm.checkpoint.conversion.quantized import DequantizedReader
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.params import params_item, unused_mtp, without_mtp
-from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import is_of_experts
@@ -183,27 +183,21 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
             'choose a checkpoint with adapters'
         )
     reader = open_parameters(step_directory, config.model)
-    parameters = sum(math.prod(shape) for shape in reader.shapes.values())
+    arrays = {
+        path: StreamedArray(shape, functools.partial(reader.read, path), is_stacked(path))
+        for path, shape in reader.shapes.items()
+    }
+    parameters = sum(array.size for array in arrays.values())
     check_space('--output', workdir, 4 * parameters)
-    stacked = {path: is_stacked(path) for path in reader.shapes}
-    steps = sum(shape[0] if stacked[path] else 1 for path, shape in reader.shapes.items())
     with (
         new_directory('--output', workdir) as partial,
-        progress_bar('merge', total=steps, unit='array', show=show) as bar,
+        progress_bar('merge', total=num_reads(arrays), unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(_merged_config(config, str(source / CONFIG))), encoding='utf-8')
         for name in MODEL_FILES:
             if (source / name).is_file():
                 (partial / name).write_bytes((source / name).read_bytes())
-
-        def array(path: str) -> StreamedArray:
-            def read(layer: int | None) -> np.ndarray:
-                bar.update()
-                return reader.read(path, layer)
-
-            return StreamedArray(reader.shapes[path], read, stacked[path])
-
-        write_step(partial, 0, {path: array(path) for path in reader.shapes})
+        write_step(partial, 0, arrays, on_read=bar.update)
     return MergeResult(workdir, parameters)
 
 

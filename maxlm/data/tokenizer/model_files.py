@@ -19,22 +19,22 @@ MODEL_CONFIG = 'config.json'
 MAX_IDS = 64
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; empty if there is no file.
+def read_json_object(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
+    """Returns the JSON object in a file; empty if there is no file, unless it must exist.
 
     Raises:
-        InputError: the file cannot be read or is not a JSON object.
+        InputError: the file is missing or cannot be read, or does not contain a JSON object.
     """
     try:
         value = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
-    except FileNotFoundError:
-        return {}
     except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; check the file') from error
+        if isinstance(error, FileNotFoundError) and not must_exist:
+            return {}
+        raise InputError(f'{path}: {os_message(error)}; check the directory of the model') from error
     except ValueError as error:
-        raise InputError(f'{path} is not JSON ({error}); fix or replace the file') from error
+        raise InputError(f'{path}: not valid JSON ({error}); fix or replace the file') from error
     if not isinstance(value, dict):
-        raise InputError(f'{path} is not a JSON object; fix or replace the file')
+        raise InputError(f'{path}: contains a {type(value).__name__}, not a JSON object; fix or replace the file')
     return value
 
 

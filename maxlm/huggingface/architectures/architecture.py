@@ -63,9 +63,9 @@ class Architecture:
     title: str
     family: str
     keys: Mapping[str, tuple[str, Any]]
-    activation: tuple[str, str]
-    activations: Mapping[str, str]
-    fixed_settings: Mapping[str, Any]
+    activation: tuple[str, str] = ('hidden_act', 'silu')
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: GATED)
+    fixed_settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: RMSNORM)
     fixed_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     extra_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
@@ -85,10 +85,12 @@ def stated(model: ModelConfig, key: str) -> str:
     return f'model.{key}={getattr(model, key)}'
 
 
-def _plain_heads(model: ModelConfig) -> str:
-    if model.num_kv_heads != model.num_heads:
-        return stated(model, 'num_kv_heads')
+def plain_width(model: ModelConfig) -> str:
     return stated(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
+
+
+def _plain_heads(model: ModelConfig) -> str:
+    return stated(model, 'num_kv_heads') if model.num_kv_heads != model.num_heads else plain_width(model)
 
 
 def divided_width(model: ModelConfig) -> str:
@@ -120,10 +122,9 @@ def same_rotated_dims(head_dim: int, fraction: float) -> bool:
     return int(head_dim * fraction) == round(head_dim * fraction)
 
 
-def _same_rotated_dims(model: ModelConfig) -> str:
-    return (
-        '' if same_rotated_dims(model.head_dim, model.partial_rotary_factor) else stated(model, 'partial_rotary_factor')
-    )
+def equally_rotated(model: ModelConfig) -> str:
+    same = same_rotated_dims(model.head_dim, model.partial_rotary_factor)
+    return '' if same else stated(model, 'partial_rotary_factor')
 
 
 def window_keys(model: ModelConfig) -> dict[str, Any]:
@@ -242,7 +243,7 @@ GPT_NEOX = Architecture(
     activations={'gelu': 'gelu', **PLAIN},
     fixed_settings={'position_embedding': 'rotary', **LAYERNORM},
     extra_keys=lambda model: {'hidden_dropout': model.dropout, 'attention_dropout': 0.0},
-    limits=(_plain_heads, divided_width, full_context, _same_rotated_dims, no_longrope),
+    limits=(_plain_heads, divided_width, full_context, equally_rotated, no_longrope),
     biases={**LAYERNORM_BIASES, 'qkv': ('attention_bias', True), 'out': ('attention_bias', True)},
 )
 LLAMA = Architecture(
@@ -251,9 +252,6 @@ LLAMA = Architecture(
     'Llama',
     'llama',
     keys=DECODER_KEYS,
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
-    fixed_settings=RMSNORM,
     biases=SEPARATE_BIASES,
     # Heads may have any width in maxlm, but Transformers requires that num_heads divides hidden_size.
     limits=(divided_width, full_context, no_longrope),
@@ -269,9 +267,6 @@ MISTRAL = Architecture(
         'ffn_dim': ('intermediate_size', 14_336),
         'max_positions': ('max_position_embeddings', 4096 * 32),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
-    fixed_settings=RMSNORM,
     extra_keys=window_keys,
     limits=(one_window, no_longrope),
     window=4096,
@@ -289,8 +284,6 @@ QWEN3 = Architecture(
         'ffn_dim': ('intermediate_size', 22_016),
         'max_positions': ('max_position_embeddings', 32_768),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings={**RMSNORM, 'qk_norm': True},
     extra_keys=qwen_layer_types,
     limits=(rotated_layers, no_longrope),

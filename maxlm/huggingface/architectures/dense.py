@@ -11,7 +11,6 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.architectures.architecture import (
     ATTENTION_BIASES,
     DECODER_KEYS,
-    GATED,
     LAYERNORM,
     LAYERNORM_BIASES,
     NO_BIASES,
@@ -21,13 +20,14 @@ from maxlm.huggingface.architectures.architecture import (
     SEPARATE_BIASES,
     Architecture,
     divided_width,
+    equally_rotated,
     full_context,
     layer_types,
     no_longrope,
     one_window,
+    plain_width,
     qwen_layer_types,
     rotated_layers,
-    same_rotated_dims,
     stated,
     window_keys,
     without,
@@ -39,17 +39,8 @@ def _no_windows(model: ModelConfig) -> str:
     return stated(model, 'attention_pattern') if any(layer_windows(model)) else ''
 
 
-def _plain_width(model: ModelConfig) -> str:
-    return stated(model, 'head_dim') if model.head_dim * model.num_heads != model.dim else ''
-
-
 def _longrope_only(model: ModelConfig) -> str:
     return '' if model.rope_scaling in ('none', 'longrope') else stated(model, 'rope_scaling')
-
-
-def _same_rotated_dims(model: ModelConfig) -> str:
-    same = same_rotated_dims(model.head_dim, model.partial_rotary_factor)
-    return '' if same else stated(model, 'partial_rotary_factor')
 
 
 def _embedding_by_width(model: ModelConfig) -> str:
@@ -106,9 +97,6 @@ QWEN2 = Architecture(
     'Qwen2.5',
     'qwen2',
     keys={**QWEN3.keys, 'head_dim': ('head_dim', None)},
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
-    fixed_settings=RMSNORM,
     extra_keys=qwen_layer_types,
     limits=(rotated_layers, no_longrope),
     biases={**NO_BIASES, 'qkv': True},
@@ -128,9 +116,6 @@ SMOLLM3 = Architecture(
         'tie_embeddings': ('tie_word_embeddings', True),
         'max_positions': ('max_position_embeddings', 32_768),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
-    fixed_settings=RMSNORM,
     fixed_keys={'use_sliding_window': False},
     extra_keys=_no_rope_layers,
     limits=(_no_windows, no_longrope),
@@ -142,8 +127,6 @@ OLMO2 = Architecture(
     'OLMo 2',
     'olmo2',
     keys=_OLMO_KEYS,
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=_OLMO_SETTINGS,
     limits=(divided_width, full_context, no_longrope),
     biases=ATTENTION_BIASES,
@@ -154,8 +137,6 @@ OLMO3 = Architecture(
     'OLMo 3',
     'olmo3',
     keys=_OLMO_KEYS,
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=without(_OLMO_SETTINGS, 'rope_local_theta'),
     biases=ATTENTION_BIASES,
     extra_keys=layer_types,
@@ -175,8 +156,6 @@ GRANITE = Architecture(
         'attention_multiplier': ('attention_multiplier', 1.0),
         'logits_scaling': ('logits_scaling', 1.0),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=without(
         RMSNORM, 'embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling'
     ),
@@ -196,16 +175,14 @@ PHI3 = Architecture(
         'norm_epsilon': ('rms_norm_eps', 1e-5),
         'max_positions': ('max_position_embeddings', 4096),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=without(RMSNORM, 'partial_rotary_factor'),
     extra_keys=lambda model: {
-        'sliding_window': max(layer_windows(model)) or None,
+        **window_keys(model),
         'resid_pdrop': model.dropout,
         'embd_pdrop': model.dropout,
         'pad_token_id': None,
     },
-    limits=(_plain_width, one_window, _same_rotated_dims, _longrope_only),
+    limits=(plain_width, one_window, equally_rotated, _longrope_only),
     window=0,
 )
 GEMMA2 = Architecture(
@@ -221,7 +198,6 @@ GEMMA2 = Architecture(
         'logit_softcap': ('final_logit_softcapping', 30.0),
     },
     activation=('hidden_activation', 'gelu_pytorch_tanh'),
-    activations=GATED,
     fixed_settings=_GEMMA_SETTINGS,
     fixed_keys={'use_bidirectional_attention': False},
     biases=ATTENTION_BIASES,
@@ -241,7 +217,6 @@ GEMMA3 = Architecture(
         'max_positions': ('max_position_embeddings', 131_072),
     },
     activation=('hidden_activation', 'gelu_pytorch_tanh'),
-    activations=GATED,
     fixed_settings={**without(_GEMMA_SETTINGS, 'rope_local_theta'), 'qk_norm': True, 'attention_softcap': 0.0},
     # Transformers ignores `attn_logit_softcapping` in Gemma 3.
     fixed_keys={'use_bidirectional_attention': False, 'attn_logit_softcapping': None},
@@ -283,6 +258,6 @@ STARCODER2 = Architecture(
         'residual_dropout': model.dropout,
         'attention_dropout': 0.0,
     },
-    limits=(_plain_width, one_window, no_longrope),
+    limits=(plain_width, one_window, no_longrope),
     window=0,
 )

@@ -11,7 +11,6 @@ from maxlm.config.schema import ModelConfig
 from maxlm.huggingface.architectures.architecture import (
     ATTENTION_BIASES,
     DECODER_KEYS,
-    GATED,
     RMSNORM,
     Architecture,
     divided_width,
@@ -21,9 +20,9 @@ from maxlm.huggingface.architectures.architecture import (
     one_window,
     rotated_layers,
     stated,
+    window_keys,
     without,
 )
-from maxlm.model.layers.masks import layer_windows
 
 
 def _experts(model: ModelConfig) -> str:
@@ -97,11 +96,9 @@ MIXTRAL = Architecture(
         'num_experts_per_token': ('num_experts_per_tok', 2),
         'expert_ffn_dim': ('intermediate_size', 14_336),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=_EXPERT_SETTINGS,
     expert_settings=_ROUTER,
-    extra_keys=lambda model: {'sliding_window': max(layer_windows(model)) or None},
+    extra_keys=window_keys,
     limits=(_experts, one_window, no_longrope),
     window=0,
     aliases={'num_experts': 'num_local_experts'},
@@ -127,8 +124,6 @@ QWEN3_MOE = Architecture(
         'expert_ffn_dim': ('moe_intermediate_size', 768),
         'router_normalize': ('norm_topk_prob', False),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings={**_EXPERT_SETTINGS, 'qk_norm': True},
     expert_settings=without(_ROUTER, 'router_normalize'),
     biases=ATTENTION_BIASES,
@@ -158,8 +153,6 @@ DEEPSEEK_V2 = Architecture(
         'num_expert_groups': ('n_group', 1),
         'num_groups_per_token': ('topk_group', 1),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=_DEEPSEEK_SETTINGS,
     expert_settings={
         'router_score': 'softmax',
@@ -199,8 +192,6 @@ DEEPSEEK_V3 = Architecture(
         'num_expert_groups': ('n_group', 8),
         'num_groups_per_token': ('topk_group', 4),
     },
-    activation=('hidden_act', 'silu'),
-    activations=GATED,
     fixed_settings=_DEEPSEEK_SETTINGS,
     expert_settings={
         'router_score': 'sigmoid',

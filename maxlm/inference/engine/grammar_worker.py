@@ -18,9 +18,7 @@ import contextlib
 import json
 import os
 import re
-import resource
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import llguidance
@@ -29,7 +27,7 @@ import numpy as np
 from maxlm.errors import InputError
 from maxlm.inference.engine.compiled_grammar import COMPLETE, CONTINUES, DEAD_END, SIZE_BYTES
 from maxlm.inference.tool_calls import BEGIN, END
-from maxlm.sandbox.process.server import limit_cpu
+from maxlm.sandbox.process.server import RESIDENT, limit_cpu, memory_bytes
 
 # CPU time of one mask and of the vocabulary.
 MASK_SECONDS, VOCABULARY_SECONDS = 1.0, 60.0
@@ -49,10 +47,10 @@ def answer(request: bytes) -> bytes:
         _worker.vocabulary = make_vocabulary(json.loads(argument))
         return b''
     if kind == b'C':
-        before = _resident_bytes()
+        before = memory_bytes(RESIDENT)
         with _low_priority():
             mask = _worker.compile(argument.decode())
-        return max(0, _resident_bytes() - before).to_bytes(8) + mask
+        return max(0, memory_bytes(RESIDENT) - before).to_bytes(8) + mask
     ended, _, pairs = argument.decode().partition(';')
     for number in ended.split():
         _worker.samples.pop(int(number), None)
@@ -219,13 +217,6 @@ def _reason(matcher: Any) -> str:
     """Returns an error as one line, without the lines of the grammar."""
     text = re.split(r'\n\s*\d+ \| ', matcher.get_error())[0]
     return ' '.join(re.sub(r'\bat \d+\(\d+\): |failed to compile JSON schema: |<non-verbose/>', '', text).split())[:300]
-
-
-def _resident_bytes() -> int:
-    """Returns the resident memory of this process; 0 if the system does not report it."""
-    with contextlib.suppress(OSError):
-        return int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize()
-    return 0
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ from maxlm.sandbox.process.interpreter import (
 
 # Number of exit codes of ended forks to keep until the parent process asks for them.
 _KEPT_CODES = 1000
+# Fields of /proc/self/statm.
+ADDRESS_SPACE, RESIDENT = 0, 1
 
 
 def serve(connection: socket.socket, settings: str) -> None:
@@ -34,17 +36,16 @@ def serve(connection: socket.socket, settings: str) -> None:
 
     Args:
         connection: socket of the parent process.
-        settings: function, limits and niceness as JSON.
+        settings: function and limits as JSON.
     """
-    name, limits, nice = json.loads(settings)
+    name, limits = json.loads(settings)
     # A parent process may ignore or block this signal, and a new process inherits that.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    os.nice(nice)
     module, _, attribute = name.partition(':')
     function = getattr(importlib.import_module(module), attribute)
     forks = _Forks()
-    size = _address_space()
+    size = memory_bytes(ADDRESS_SPACE)
     with contextlib.suppress(EOFError, ConnectionError):
         send(connection, RESULT, b'')
         while True:
@@ -52,7 +53,7 @@ def serve(connection: socket.socket, settings: str) -> None:
             if kind == FORK:
                 connection = forks.start(connection, descriptors[0])
                 # The limits of a fork are relative to the memory of its parent.
-                size = _address_space()
+                size = memory_bytes(ADDRESS_SPACE)
                 continue
             if kind == END:
                 code = forks.end(int(request))
@@ -134,10 +135,10 @@ def _answer(function: Callable[[bytes], bytes], request: bytes, longest: int) ->
     return RESULT, result
 
 
-def _address_space() -> int:
-    """Returns the size of the address space in bytes; 0 if the system does not report it."""
+def memory_bytes(kind: int) -> int:
+    """Returns the size of the address space (ADDRESS_SPACE) or the resident memory (RESIDENT); 0 if it is unknown."""
     with contextlib.suppress(OSError):
-        return int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+        return int(Path('/proc/self/statm').read_text().split()[kind]) * resource.getpagesize()
     return 0
 
 

@@ -13,20 +13,8 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, PlainTextResponse
 
+from maxlm.serving.schema import paths
 from maxlm.serving.schema.generation import ChatCompletionRequest, CompletionRequest
-from maxlm.serving.schema.paths import (
-    CHAT,
-    COMPLETION_PATHS,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    HEALTH,
-    METRICS,
-    MODELS,
-    PUBLIC_PATHS,
-    TOKENIZE,
-    TOKENIZER_INFO,
-)
 from maxlm.serving.schema.tokens import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 
 DESCRIPTION = (
@@ -63,7 +51,7 @@ class _Endpoint(NamedTuple):
     def route_options(self) -> dict[str, Any]:
         response_class = PlainTextResponse if isinstance(self.response, str) else JSONResponse
         content: dict[str, Any] = {response_class.media_type: {'example': self.response}}
-        if self.path in COMPLETION_PATHS:
+        if self.path in paths.COMPLETION_PATHS:
             content['text/event-stream'] = {
                 'schema': {
                     'type': 'string',
@@ -72,7 +60,7 @@ class _Endpoint(NamedTuple):
                 }
             }
         # The key is optional, because a server may have none.
-        extra: dict[str, Any] = {} if self.path in PUBLIC_PATHS else {'security': [{'key': []}, {}]}
+        extra: dict[str, Any] = {} if self.path in paths.PUBLIC_PATHS else {'security': [{'key': []}, {}]}
         if self.request is not None:
             body = {'schema': {'$ref': _REF.format(model=self.request.__name__)}, 'example': self.example}
             extra['requestBody'] = {'required': True, 'content': {'application/json': body}}
@@ -110,7 +98,7 @@ def _endpoints(model: str) -> list[_Endpoint]:
     created: dict[str, Any] = {'created': 1767225600, 'model': model}
     return [
         _Endpoint(
-            CHAT,
+            paths.CHAT,
             'Returns the next message of a conversation.',
             ChatCompletionRequest,
             {'model': model, 'messages': hello, 'max_tokens': 64},
@@ -123,7 +111,7 @@ def _endpoints(model: str) -> list[_Endpoint]:
             },
         ),
         _Endpoint(
-            COMPLETIONS,
+            paths.COMPLETIONS,
             'Returns continuations of texts.',
             CompletionRequest,
             {'model': model, 'prompt': 'Once upon a time', 'max_tokens': 64},
@@ -136,7 +124,7 @@ def _endpoints(model: str) -> list[_Endpoint]:
             },
         ),
         _Endpoint(
-            EMBEDDINGS,
+            paths.EMBEDDINGS,
             'Returns an embedding of each input: the mean of its last hidden states, normalized to an L2 norm of 1.',
             EmbeddingRequest,
             {'model': model, 'input': ['a fox', 'a dog']},
@@ -151,33 +139,33 @@ def _endpoints(model: str) -> list[_Endpoint]:
             },
         ),
         _Endpoint(
-            TOKENIZE,
+            paths.TOKENIZE,
             'Returns the token ids of a text or conversation.',
             TokenizeRequest,
             {'model': model, 'prompt': 'Hello'},
             {'count': 2, 'max_model_len': 2048, 'tokens': [39, 1184], 'token_strs': None},
         ),
         _Endpoint(
-            DETOKENIZE,
+            paths.DETOKENIZE,
             'Returns the text of token ids.',
             DetokenizeRequest,
             {'model': model, 'tokens': [39, 1184]},
             {'prompt': 'Hello'},
         ),
         _Endpoint(
-            TOKENIZER_INFO,
+            paths.TOKENIZER_INFO,
             'Returns the special tokens and the chat template, for a server with --parse-special.',
             None,
             None,
             {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': '<|endoftext|>', 'chat_template': None},
         ),
         _Endpoint(
-            MODELS,
+            paths.MODELS,
             'Returns the served model and its properties. /v1/models/NAME returns one model.',
             None,
             None,
             {'object': 'list', 'data': [{'id': model, 'object': 'model', 'owned_by': 'maxlm', 'max_model_len': 2048}]},
         ),
-        _Endpoint(HEALTH, 'Returns status 200, or 503 during shutdown.', None, None, {'status': 'ok'}),
-        _Endpoint(METRICS, 'Returns Prometheus metrics.', None, None, 'maxlm_running 0.0\n'),
+        _Endpoint(paths.HEALTH, 'Returns status 200, or 503 during shutdown.', None, None, {'status': 'ok'}),
+        _Endpoint(paths.METRICS, 'Returns Prometheus metrics.', None, None, 'maxlm_running 0.0\n'),
     ]

@@ -139,6 +139,21 @@ def test_selection_of_the_checkpoint(run, workdir, greedy):
         (['--top-p=0'], 'top_p=0.0'),
         (['--seed=99999999999999999999', '--max-tokens=5'], '--seed=99999999999999999999'),
         (['--promt=x'], '--promt=x'),
+        (['--input=a', '--prompt=x'], 'prompts must be given in exactly one way'),
+        (['--input=a'], '--input and --output must be used together'),
+        (['--prompt=x', '--output=a'], '--input and --output must be used together'),
+        (['--input=a', '--output=b', '--chat'], '--input cannot be combined with --chat or --suffix'),
+        (['--input=nowhere', '--output=b'], 'nowhere: No such file or directory'),
+        (['--interactive', '--num-samples=2'], '--num-samples=2: must be 1 with --interactive'),
+        (['--prompt-file=nowhere'], '--prompt-file=nowhere: No such file or directory'),
+        (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no fill-in-the-middle tokens'),
+        (['--suffix=x', '--prompt=y', '--chat'], '--suffix cannot be combined with --chat'),
+        (['--chat', '--prompt=y'], '--chat: '),
+        (['--parse-special', '--prompt=y', '--chat'], '--parse-special cannot be combined with --chat'),
+        (['--parse-special', '--prompt=y', '--suffix=x'], '--parse-special cannot be combined with --chat or --suffix'),
+        (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
+        (['--min-p=2', '--prompt=y'], 'min_p=2.0'),
+        (['--stop=', '--prompt=y'], 'stops: must be at most 16'),
     ],
 )
 def test_bad_input_is_one_line(run, options, words):
@@ -186,34 +201,6 @@ def test_a_text_ends_before_a_stop_string(run, greedy):
     text = greedy.removeprefix(PROMPT).rstrip('\n')
     stop = text[3:5]
     assert run(*GREEDY, f'--stop={stop}')[1] == PROMPT + text[: text.index(stop)] + '\n'
-
-
-@pytest.mark.parametrize(
-    ('options', 'words'),
-    [
-        (['--input=a', '--prompt=x'], 'prompts must be given in exactly one way'),
-        (['--input=a'], '--input and --output must be used together'),
-        (['--prompt=x', '--output=a'], '--input and --output must be used together'),
-        (['--input=a', '--output=b', '--chat'], '--input cannot be combined with --chat or --suffix'),
-        (['--input=nowhere', '--output=b'], 'nowhere: No such file or directory'),
-        (['--interactive', '--num-samples=2'], '--num-samples=2: must be 1 with --interactive'),
-        (['--prompt-file=nowhere'], '--prompt-file=nowhere: No such file or directory'),
-        (['--suffix=x', '--prompt=y'], '--suffix: the tokenizer has no fill-in-the-middle tokens'),
-        (['--suffix=x', '--prompt=y', '--chat'], '--suffix cannot be combined with --chat'),
-        (['--chat', '--prompt=y'], '--chat: '),
-        (['--parse-special', '--prompt=y', '--chat'], '--parse-special cannot be combined with --chat'),
-        (['--parse-special', '--prompt=y', '--suffix=x'], '--parse-special cannot be combined with --chat or --suffix'),
-        (['--slots=0', '--prompt=y'], '--slots=0: must be at least 1'),
-        (['--min-p=2', '--prompt=y'], 'min_p=2.0'),
-        (['--stop=', '--prompt=y'], 'stops: must be at most 16'),
-    ],
-)
-def test_bad_combinations_are_one_line(run, options, words):
-    code, out, err = run(*options)
-    assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
-    assert words in err
 
 
 def test_the_model_is_in_memory_once(run, workdir, tmp_path, monkeypatch):

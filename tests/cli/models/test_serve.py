@@ -37,9 +37,10 @@ from tests.conftest import ROOT
 from tests.cpu import cpu_flags
 from tests.serving.fake_engine import DETAILS, chat_tokenizer
 from tests.serving.hostile import MAX_BODY, Generator, Wire
-from tests.serving.serving_thread import ServerThread, client_of, request_bytes, until
+from tests.serving.serving_thread import ServerThread, client_of, request_bytes
 from tests.serving.test_hostile import check
 from tests.starting import make_start
+from tests.waiting import until
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 CONTEXT = 768

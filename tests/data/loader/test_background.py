@@ -14,7 +14,7 @@ from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.loader.source import hub_directory, source_name
 from maxlm.errors import InputError
 from tests.preparing import contents, run
-from tests.stepped_preparation import wait_until
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_the_data_equal_those_of_prepare(config, tmp_path, monkeypatch):
         open_training_data(config)
     with background_preparation(config):
         assert open_training_data(config).first.is_streamed
-        wait_until(lambda: (directory / 'dataset.json').exists() and not (directory / '.preparing').exists())
+        until(lambda: (directory / 'dataset.json').exists() and not (directory / '.preparing').exists())
     options = ['--tokenizer', 'bytes', '--stream', '--quiet']
     assert run('--input', config.path, '--output', tmp_path / 'expected', *options) == 0
     assert contents(directory) == {**contents(tmp_path / 'expected'), 'hub.txt': f'{config.path}\n'.encode()}
@@ -66,7 +66,7 @@ def test_the_process_ends_with_the_run(config, tmp_path, monkeypatch):
     wait = f"open({str(started)!r}, 'w').close(); import time; time.sleep(60)"
     monkeypatch.setattr(background, '_PREPARE', slow.replace('WAIT', wait))
     with background._process(config.path, hub_directory(config.path, config), 'bytes') as process:
-        wait_until(started.exists)
+        until(started.exists)
         assert process.poll() is None
     assert process.returncode == -signal.SIGINT
 

@@ -17,7 +17,8 @@ from maxlm.data.loader import growing, source
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.errors import InputError
-from tests.stepped_preparation import stepped, wait_until, write_lines
+from tests.stepped_preparation import stepped, write_lines
+from tests.waiting import until
 
 ROWS = 4
 
@@ -121,7 +122,7 @@ def test_a_step_waits_for_its_shards(preparation, monkeypatch):
     ]
     for thread in threads:
         thread.start()
-    wait_until(lambda: lines)
+    until(lambda: lines)
     assert all(thread.is_alive() for thread in threads)
     assert lines == [f'step {step + 1} waits for the preparation of {preparation.output}']
     preparation.step()
@@ -146,11 +147,11 @@ def test_only_progress_of_the_preparation_counts(preparation, monkeypatch):
 
     thread = threading.Thread(target=wait)
     thread.start()
-    wait_until(lambda: len(polls) > 5)
+    until(lambda: len(polls) > 5)
     # The first state counts as progress.
     assert sum(progress) == 1
     preparation.step()
-    wait_until(lambda: sum(progress) > 1)
+    until(lambda: sum(progress) > 1)
     # The copy of a worker process also stops.
     copy = pickle.loads(pickle.dumps(batches))
     batches.close()
@@ -219,7 +220,7 @@ def test_opening_waits_for_the_first_shard(monkeypatch, texts, tmp_path):
         config = DataConfig(path=str(tmp_path / 'data'), seq_len=16)
         thread = threading.Thread(target=lambda: opened.append(open_training_data(config, on_warning=lines.append)))
         thread.start()
-        wait_until(lambda: lines)
+        until(lambda: lines)
         assert thread.is_alive()
         preparation.step()
         thread.join(5)

@@ -28,6 +28,7 @@ from maxlm.inference.engine.requests import Request
 from maxlm.sandbox.limited_process import RequestCancelledError
 from tests.conftest import ROOT
 from tests.inference.engines import PROMPTS, engine, generate, requests_of
+from tests.waiting import until
 
 SLOW = json_grammar({'type': 'integer', 'multipleOf': 62615533})
 ARRAY = json_grammar({'type': 'array', 'items': {'type': 'integer'}, 'minItems': 30})
@@ -47,13 +48,6 @@ def host_pid(grammars):
     cells = grammars._host._running.end_process.__closure__
     (process,) = [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, subprocess.Popen)]
     return process.pid
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_slow_compilation_is_stopped_and_remembered(grammars, monkeypatch):

@@ -3,20 +3,13 @@
 import pytest
 
 from tests.serving.devtools import Tab
-from tests.serving.fake_engine import FakeEngine, served_by
+from tests.serving.fake_engine import FakeEngine
 from tests.serving.pages.chat_tab import REPLY, with_page
-from tests.serving.serving_thread import ServerThread
 
 
 @pytest.fixture(scope='module')
 def engine():
     return FakeEngine(reply=REPLY, max_context=3000)
-
-
-@pytest.fixture(scope='module')
-def server(engine):
-    with ServerThread(served_by(engine)) as server:
-        yield server
 
 
 @pytest.fixture(scope='module')

@@ -9,7 +9,8 @@ from maxlm.serving.limits import ServerLimits
 from maxlm.serving.schema.generation import RequestBase
 from tests.serving.fake_engine import DETAILS, FakeEngine, served_by
 from tests.serving.pages.chat_tab import finished, send, set_up, with_page
-from tests.serving.serving_thread import ServerThread, until
+from tests.serving.serving_thread import ServerThread
+from tests.waiting import until
 
 
 @pytest.fixture
