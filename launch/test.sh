@@ -4,6 +4,7 @@
 #   launch/test.sh                     lint, type check and all tests except the nightly ones, as in CI
 #   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
 #   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
+#   launch/test.sh --map               all tests; records which functions each test executes, for --changed
 #   launch/test.sh --lint              ruff, mypy, codespell, hadolint, tools.check_prose and the documentation site only
 #   launch/test.sh --nightly           long tests: golden curve, exhaustive tables, new fuzzing examples, published models
 #   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
@@ -81,13 +82,20 @@ case "${1:-}" in
     format
     maxlm_gpu_compiler
     maxlm_browser
-    files="$(python -m tools.affected_tests "${2:-main}")"
-    if [ -z "$files" ]; then
+    tests="$(mktemp)"
+    trap 'rm -f "$tests"' EXIT
+    python -m tools.affected_tests "${2:-main}" >"$tests"
+    if [ ! -s "$tests" ]; then
       echo "no test depends on what changed since ${2:-main}"
       exit 0
     fi
-    # shellcheck disable=SC2086  # one word for each file
-    run_pytest $files
+    run_pytest "@$tests"
+    ;;
+  --map)
+    shift
+    maxlm_gpu_compiler
+    maxlm_browser
+    run_pytest --record-map --timeout=600 "$@"
     ;;
   --nightly)
     shift
