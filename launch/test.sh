@@ -12,7 +12,7 @@
 #   launch/test.sh PYTEST ARGUMENT …   selected tests, e.g. launch/test.sh tests/model -k causal
 #
 # MAXLM_LOCK=requirements.lock installs exactly the locked versions, as CI does.
-# MAXLM_TEST_PROCESSES sets the number of workers (default: one per core).
+# MAXLM_TEST_PROCESSES sets the number of workers (default: one more than cores, each with up to 3 GB of memory).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
@@ -63,9 +63,13 @@ lint() {
 }
 
 # --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share
-# fixtures. conftest.py starts the longest files first.
+# fixtures. conftest.py starts the longest files first. Tests wait for processes, emulators and timeouts a fifth of the
+# time, so one worker more than cores shortens the session.
 run_pytest() {
-  python -m pytest --nbmake --numprocesses="${MAXLM_TEST_PROCESSES:-auto}" --dist=loadfile --no-loadscope-reorder "$@"
+  local cores
+  cores="$(python -c 'import os; print(os.cpu_count())')"
+  python -m pytest --nbmake --numprocesses="${MAXLM_TEST_PROCESSES:-$((cores + 1))}" --dist=loadfile \
+    --no-loadscope-reorder "$@"
 }
 
 case "${1:-}" in
