@@ -4,6 +4,7 @@
 #   launch/test.sh                     lint, type check and all tests except the nightly ones, as in CI
 #   launch/test.sh --fast              lint and the fast tier (tests below 0.5 s)
 #   launch/test.sh --changed [REV]     lint and the tests that depend on changes since REV (default: main)
+#   launch/test.sh --map               all tests; records which functions each test executes, for --changed
 #   launch/test.sh --lint              ruff, mypy, codespell, hadolint, tools.check_prose and the documentation site only
 #   launch/test.sh --nightly           long tests: golden curve, exhaustive tables, new fuzzing examples, published models
 #   launch/test.sh --times             all tests; writes tests/durations.json and prints a table of durations
@@ -11,7 +12,7 @@
 #   launch/test.sh PYTEST ARGUMENT …   selected tests, e.g. launch/test.sh tests/model -k causal
 #
 # MAXLM_LOCK=requirements.lock installs exactly the locked versions, as CI does.
-# MAXLM_TEST_PROCESSES sets the number of workers (default: one per core).
+# MAXLM_TEST_PROCESSES sets the number of workers (default: one more than cores, each with up to 3 GB of memory).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/venv.sh
@@ -62,9 +63,13 @@ lint() {
 }
 
 # --nbmake runs the notebooks of examples/. --dist=loadfile sends each file to one worker, so that its tests share
-# fixtures. conftest.py starts the longest files first.
+# fixtures. conftest.py starts the longest files first. Tests wait for processes, emulators and timeouts a fifth of the
+# time, so one worker more than cores shortens the session.
 run_pytest() {
-  python -m pytest --nbmake --numprocesses="${MAXLM_TEST_PROCESSES:-auto}" --dist=loadfile --no-loadscope-reorder "$@"
+  local cores
+  cores="$(python -c 'import os; print(os.cpu_count())')"
+  python -m pytest --nbmake --numprocesses="${MAXLM_TEST_PROCESSES:-$((cores + 1))}" --dist=loadfile \
+    --no-loadscope-reorder "$@"
 }
 
 case "${1:-}" in
@@ -81,13 +86,20 @@ case "${1:-}" in
     format
     maxlm_gpu_compiler
     maxlm_browser
-    files="$(python -m tools.affected_tests "${2:-main}")"
-    if [ -z "$files" ]; then
+    tests="$(mktemp)"
+    trap 'rm -f "$tests"' EXIT
+    python -m tools.affected_tests "${2:-main}" >"$tests"
+    if [ ! -s "$tests" ]; then
       echo "no test depends on what changed since ${2:-main}"
       exit 0
     fi
-    # shellcheck disable=SC2086  # one word for each file
-    run_pytest $files
+    run_pytest "@$tests"
+    ;;
+  --map)
+    shift
+    maxlm_gpu_compiler
+    maxlm_browser
+    run_pytest --record-map --timeout=600 "$@"
     ;;
   --nightly)
     shift

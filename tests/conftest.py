@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from jax._src import compilation_cache
 
 from maxlm import log
 from maxlm.cli.setup import prepare
@@ -43,7 +44,7 @@ from maxlm.planning import gpu_compiler
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from tools.durations import Durations
 
-pytest_plugins = ['tests.ended_runs', 'tests.shared_steps', 'tests.time_report']
+pytest_plugins = ['tests.ended_runs', 'tests.executed_functions', 'tests.shared_steps', 'tests.time_report']
 
 ROOT = Path(__file__).parent.parent
 # Tests compare the outputs of commands. On a slow machine, progress lines would be among them.
@@ -70,6 +71,18 @@ def pytest_unconfigure(config):
 NOTEBOOK_SECONDS = 400
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Runs notebooks with one device and all optimizations, as users do. Their models have real width."""
+    if item.path.suffix != '.ipynb':
+        return (yield)
+    flags = os.environ.pop('XLA_FLAGS')
+    try:
+        return (yield)
+    finally:
+        os.environ['XLA_FLAGS'] = flags
+
+
 def pytest_collection_modifyitems(config, items):
     durations = Durations.load()
     for item in items:
@@ -93,6 +106,9 @@ def _jax_settings():
     jax.config.update('jax_compilation_cache_dir', None)
     enable_compilation_cache(str(KEPT_PROGRAMS))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)
+    is_cache_used = compilation_cache.is_cache_used
+    # JAX writes programs for absent TPUs, but cannot read them without a TPU.
+    compilation_cache.is_cache_used = lambda backend: backend.platform == 'cpu' and is_cache_used(backend)
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -30,7 +30,7 @@ from tests.cpu import cpu_flags
 # tests.conftest is not imported, because it sets the number of devices.
 ROOT = Path(__file__).parent.parent
 # The server imports modules without these variables, so that a process without a variable gets its default.
-READ_BY_IMPORTS = ('JAX_', 'FSSPEC_')
+READ_BY_IMPORTS = ('JAX_', 'FSSPEC_', 'COVERAGE_')
 
 
 class Server:
@@ -246,6 +246,9 @@ def run_target(target: str, arguments: list[str], output: str, environment: dict
     os.environ.clear()
     os.environ.update(environment)
     read_environment()
+    if 'COVERAGE_PROCESS_START' in environment:
+        # Each test has its own context; see tests/executed_functions.py.
+        importlib.import_module('coverage').process_startup()
     module, _, function = target.partition(':')
     sys.argv = [module, *arguments]
     if function:

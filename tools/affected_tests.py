@@ -1,18 +1,21 @@
-"""Prints the test files that depend on what changed since a revision: `python -m tools.affected_tests [REVISION]`.
+"""Prints the tests that depend on what changed since a revision: `python -m tools.affected_tests [REVISION]`.
 
-A test file depends on every project file that it imports or names in a string, directly or through other files.
-REVISION is `main` by default; uncommitted and untracked files count as changed.
+A test depends on the functions of maxlm/ that it executed when `launch/test.sh --map` recorded them; see
+`tools.test_map`. For all other files, and without a recorded map, a test file depends on every project file that it
+imports or names in a string, directly or through other files. REVISION is `main` by default; uncommitted and untracked
+files count as changed.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+from tools.test_map import TestMap
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ('maxlm', 'tests', 'benchmarks', 'tools', 'configs')
@@ -22,7 +25,8 @@ FOLDERS = ('.github/workflows', 'configs', 'docs', 'launch', 'benchmarks/results
 OF_ROOT = ('.md', '.toml', '.lock', '.yaml', 'Dockerfile', '.dockerignore')
 # Files that every test depends on.
 EVERYTHING = ('pyproject.toml', 'tests/conftest.py', 'tests/cpu.py', 'tests/programs.py')
-MODULE = re.compile(rf'({"|".join(PACKAGES)})(\.\w+)+')
+# Tests that read the source of all modules.
+OF_SOURCES = ('tests/test_architecture.py',)
 
 
 def dependencies(root: Path) -> dict[str, set[str]]:
@@ -49,6 +53,23 @@ def affected(graph: dict[str, set[str]], changed: Iterable[str]) -> list[str]:
         reached |= new
         waiting.extend(new)
     return sorted(reached.intersection(tests))
+
+
+def selected(root: Path, changed: Iterable[str], recorded: TestMap | None) -> list[str]:
+    """Returns the sorted test files and node ids that depend on a changed file.
+
+    Args:
+        root: directory of the checkout.
+        changed: changed files, relative to `root`.
+        recorded: functions that each test executes; None = unknown.
+    """
+    changed = set(changed)
+    known = recorded.hashes.keys() & changed if recorded else set()
+    files = set(affected(dependencies(root), changed - known)) if changed - known else set()
+    tests = recorded.selected(root, known) if recorded else set()
+    if any(file.startswith('maxlm/') for file in changed):
+        files |= {file for file in OF_SOURCES if (root / file).exists()}
+    return sorted(files | {test for test in tests if test.partition('::')[0] not in files})
 
 
 def changed_files(revision: str) -> list[str]:
@@ -98,7 +119,7 @@ def _git(*arguments: str) -> str:
 
 def main() -> None:
     changed = changed_files(sys.argv[1] if len(sys.argv) > 1 else 'main')
-    print('\n'.join(affected(dependencies(ROOT), changed)))
+    print('\n'.join(selected(ROOT, changed, TestMap.load())))
 
 
 if __name__ == '__main__':
