@@ -121,7 +121,7 @@ class Injector:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Applies the patches."""
-        make_train_step, make_gradients = step.make_train_step, step.make_gradients
+        make_train_step, make_gradients = step.make_train_step, gradients.make_gradients
         call, reduce_scatter = blocks.Block.__call__, gradients._reduce_scatter
 
         def make_faulty_step(*arguments: Any) -> Any:

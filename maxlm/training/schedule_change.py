@@ -49,6 +49,6 @@ def learning_rate(config: Config, decisions: RunControl, step: int, skipped: int
     """Returns the learning rate after `step` steps, of which `skipped` were skipped, of a resolved config."""
     controlled = apply_control(config, decisions)
     if not config.by_budget:
-        return float(make_schedule(controlled.optimizer, controlled.train.num_steps)(step - skipped))
+        return float(jnp.asarray(make_schedule(controlled.optimizer, controlled.train.num_steps)(step - skipped)))
     progress = Progress(*map(jnp.float32, progress_of(decisions, config)))
     return float(rate_at(controlled.optimizer, progress, jnp.int32(step)))

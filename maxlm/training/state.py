@@ -86,7 +86,7 @@ def param_shardings(config: Config, layout: Layout) -> Params:
     """
     _, variables = nnx.split(abstract_model(config, layout))
 
-    def place(path: tuple[Any, ...], variable: nnx.Variable) -> NamedSharding:
+    def place(path: tuple[Any, ...], variable: nnx.Variable[jax.Array]) -> NamedSharding:
         return layout.parameter('.'.join(map(str, path)), variable.shape, variable.axes)
 
     return nnx.to_pure_dict(nnx.map_state(place, variables))
@@ -102,7 +102,7 @@ def abstract_state(config: Config, layout: Layout) -> TrainState:
     params = _abstract_params(config, layout)
     check_patterns(config, param_paths(params))
 
-    def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def placed(shape: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     optimizer = optimizer_of(config, layout)
@@ -149,7 +149,7 @@ def _abstract_params(config: Config, layout: Layout) -> Params:
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
     memory = HOST if config.mesh.host_offload == 'all' else 'device'
 
-    def place(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def place(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding.with_memory_kind(memory))
 
     return jax.tree.map(place, shapes, param_shardings(config, layout.of_state))
@@ -185,7 +185,8 @@ def init_state(config: Config, layout: Layout, *, compiler_options: dict[str, An
 
     abstract = abstract_state(dataclasses.replace(config, teacher=None), layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
+    state: TrainState = jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
+    return state
 
 
 def with_progress(state: TrainState, progress: Progress, layout: Layout) -> TrainState:
