@@ -39,6 +39,20 @@ def make_train_step(
     Batches may contain HOLD. A step with a spike or a non-finite value, for which the metric `bad` is True, changes
     only three counters of the state: `step`, `skipped` and the number of steps in `window`, which the metric
     `window_steps` contains as it was before the step. `maxlm.trainer.replay` depends on it.
+
+    Examples:
+        >>> from maxlm.config.loading import load
+        >>> from maxlm.config.resolve import resolve
+        >>> from maxlm.parallel.layout import make_layout
+        >>> from maxlm.training.objectives import BATCH_TYPES
+        >>> from maxlm.training.state import abstract_state
+        >>> config = resolve(load('tiny'), platform='cpu', num_devices=1, vocab_size=512, windows=None)
+        >>> layout = make_layout(config.mesh, jax.devices()[:1])
+        >>> shape = config.train.global_batch_size, config.data.seq_len
+        >>> batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH_TYPES.items()}
+        >>> state, metrics = jax.eval_shape(make_train_step(config, layout), abstract_state(config, layout), batch)
+        >>> metrics['loss']
+        ShapeDtypeStruct(shape=(), dtype=float32)
     """
     with_reference_point = make_reference_point(config, layout)
     gradients = make_gradients(config, layout, num_sources)

@@ -20,6 +20,12 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
     A decay that would begin during the warm-up begins at its end and is steeper. A run shorter than its warm-up has no
     decay.
+
+    Examples:
+        >>> config = OptimizerConfig(schedule='linear', learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2)
+        >>> schedule = make_schedule(config, num_steps=6)
+        >>> [float(schedule(update)) for update in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     length = num_steps - warmup
