@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -122,9 +122,9 @@ class Injector:
         self.num_blocks = self.num_reduced = 0
 
     @contextlib.contextmanager
-    def patched(self) -> Iterator[None]:
-        """Applies the patches."""
-        make_train_step, make_gradients = step.make_train_step, step.make_gradients
+    def patched(self) -> Iterator[Callable[..., Any]]:
+        """Applies the patches, and yields the patched `make_train_step`."""
+        make_train_step, make_gradients = step.make_train_step, gradients.make_gradients
         call, reduce_scatter = blocks.Block.__call__, gradients._reduce_scatter
 
         def make_faulty_step(*arguments: Any) -> Any:
@@ -169,7 +169,7 @@ class Injector:
             mock.patch.object(blocks.Block, '__call__', faulty_call),
             mock.patch.object(gradients, '_reduce_scatter', faulty_reduction),
         ):
-            yield
+            yield make_faulty_step
 
 
 class Flip(NamedTuple):
@@ -193,9 +193,9 @@ class Model:
         self.config, self.layout = small_config(num_devices, **{**SMALL, **overrides})
         self.injector = Injector()
         abstract = abstract_state(self.config, self.layout)
-        with self.injector.patched():
+        with self.injector.patched() as make_faulty_step:
             jitted = jax.jit(
-                compiling.make_train_step(self.config, self.layout),
+                make_faulty_step(self.config, self.layout),
                 donate_argnums=0,
                 out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), self.layout.named()),
             )

@@ -107,7 +107,7 @@ def read_arrays(path: epath.Path, abstract: Any, *, is_complete: bool = True) ->
         CorruptCheckpointError: the item cannot be read.
     """
     handler: Any = ocp.StandardCheckpointHandler() if is_complete else ocp.PyTreeCheckpointHandler()
-    arguments = ocp.args.StandardRestore(abstract)
+    arguments: ocp.args.CheckpointArgs = ocp.args.StandardRestore(abstract)
     if not is_complete:
         placed = ocp.checkpoint_utils.construct_restore_args(abstract)
         arguments = ocp.args.PyTreeRestore(abstract, restore_args=placed, partial_restore=True)

@@ -209,7 +209,8 @@ class _StreamedArrayHandler(type_handlers.TypeHandler):
         self, values: Sequence[StreamedArray], infos: Sequence[Any], args: Sequence[ocp.SaveArgs] | None = None
     ) -> list[Any]:
         # Write the arrays here, one after another. Orbax would run returned futures concurrently.
-        for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
+        arguments: Sequence[ocp.SaveArgs | None] = args or [None] * len(values)
+        for value, info, arg in zip(values, infos, arguments, strict=True):
             await info.await_path_creation()
             spec = type_handlers.get_json_tspec_write(
                 info,

@@ -150,6 +150,12 @@ def top_k_mask(logits_BV: jax.Array, *, top_k_B: Array, top_p_B: Array, min_p_B:
     """Returns the logits with -inf for tokens excluded by top-k, top-p or min-p.
 
     The most likely token is always kept. Tokens tied with the least likely kept token are kept too.
+
+    Examples:
+        >>> logits_BV = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+        >>> kept_BV = top_k_mask(logits_BV, top_k_B=jnp.array([0]), top_p_B=jnp.array([0.7]), min_p_B=jnp.array([0.0]))
+        >>> jnp.isfinite(kept_BV)
+        Array([[ True,  True, False]], dtype=bool)
     """
     V = logits_BV.shape[1]
     sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
@@ -172,6 +178,11 @@ def apply_penalties(logits_BV: jax.Array, rows: Rows, in_prompt_BV: jax.Array, c
         rows: sampling settings.
         in_prompt_BV: True where the prompt contains the token.
         counts_BV: number of occurrences of the token in the continuation.
+
+    Examples:
+        >>> rows = stack_settings([Sampling(frequency_penalty=0.5)])
+        >>> apply_penalties(jnp.ones((1, 3)), rows, jnp.zeros((1, 3), bool), jnp.array([[0, 1, 2]])).tolist()
+        [[1.0, 0.5, 0.0]]
     """
     is_generated_BV = counts_BV > 0
     penalty_B1 = rows.repetition_penalty_B[:, None]
@@ -207,7 +218,13 @@ def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
 
 
 def top_log_probs(logits_BV: jax.Array, num: int) -> tuple[jax.Array, jax.Array]:
-    """Returns ids and log-probabilities of the `num` most likely tokens, [B, C] each, in descending order."""
+    """Returns ids and log-probabilities of the `num` most likely tokens, [B, C] each, in descending order.
+
+    Examples:
+        >>> ids_BC, log_probs_BC = top_log_probs(jnp.log(jnp.array([[0.2, 0.5, 0.3]])), num=2)
+        >>> ids_BC, jnp.exp(log_probs_BC).round(3)
+        (Array([[1, 2]], dtype=int32), Array([[0.5, 0.3]], dtype=float32))
+    """
     logits_BC, ids_BC = jax.lax.top_k(logits_BV, num)
     return ids_BC, logits_BC - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
 

@@ -110,7 +110,8 @@ class Layout:
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Constrains the sharding of an intermediate value."""
-        return jax.lax.with_sharding_constraint(x, self.named(*axes))
+        constrained: jax.Array = jax.lax.with_sharding_constraint(x, self.named(*axes))
+        return constrained
 
     def constrain_gradient(self, gradient: jax.Array, axes: Axes) -> jax.Array:
         """See `Partitioning`."""
@@ -124,7 +125,8 @@ class Layout:
 
         @jax.custom_vjp
         def gather(x: jax.Array) -> jax.Array:
-            return checkpoint_name(self.constrain(x, whole), GATHERED)
+            named: jax.Array = checkpoint_name(self.constrain(x, whole), GATHERED)
+            return named
 
         def forward(x: jax.Array) -> tuple[jax.Array, None]:
             return gather(x), None
@@ -317,7 +319,7 @@ def splitting_axes(
     return tuple(moved.get(axis, (axis,)) for axis in axes)
 
 
-def make_layout(config: MeshConfig, devices: Sequence[Any] | None = None) -> Layout:
+def make_layout(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Layout:
     """Returns the layout of a mesh config with resolved sizes.
 
     Args:
@@ -367,7 +369,7 @@ def split_across_islands(sizes: dict[str, int], num_islands: int) -> tuple[int, 
     return tuple(across)
 
 
-def island_of(device: Any) -> int:
+def island_of(device: jax.Device) -> int:
     """Returns the number of a device's island, a group of devices connected by fast links."""
     # For GPUs, the slice is the node, with one process per node or per GPU.
     island = getattr(device, 'slice_index', None)

@@ -73,6 +73,7 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
     """Returns a JSON-serializable dictionary, in bytes, seconds and dollars."""
     causal, full = forecast.mfu
     memory = forecast.memory
+    kernels = forecast.program.traffic if forecast.program else []
     return {
         'target': forecast.target.spec,
         'devices': forecast.target.num_devices,
@@ -96,7 +97,9 @@ def as_json(forecast: Forecast, cost: Cost, advice: Sequence[Override] | None) -
             **({'compiled': forecast.program.flops} if forecast.program else {}),
         },
         'traffic': forecast.work.memory_bytes,
-        **({'traffic_by_cause': bytes_by_cause(forecast.program.traffic)} if forecast.program else {}),
+        **({'traffic_by_cause': bytes_by_cause(kernels)} if forecast.program else {}),
+        # Only the kernels of GPUs are counted.
+        **({'kernels': sum(kernel.executions for kernel in kernels)} if kernels else {}),
         'warnings': program_warnings(forecast),
         'transfers': [transfer._asdict() for transfer in forecast.work.transfers],
         'tokens_per_second': forecast.tokens_per_second,

@@ -92,7 +92,8 @@ class CompiledStep(NamedTuple):
     def platform(self) -> str:
         """Returns the platform of the devices: cpu, gpu or tpu."""
         sharding: Any = jax.tree.leaves(self.step.input_shardings)[0]
-        return next(iter(sharding.device_set)).platform
+        platform: str = next(iter(sharding.device_set)).platform
+        return platform
 
 
 def device_options(device: Any) -> dict[str, Any]:

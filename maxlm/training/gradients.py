@@ -80,7 +80,9 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
         zero_grads = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable(config, params)))
         diff_params = differentiable(config, params, zero_grads)
 
-        def add(totals: Any, inputs: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        def add(
+            totals: tuple[LossSums, Params], inputs: tuple[jax.Array, Batch]
+        ) -> tuple[tuple[LossSums, Params], None]:
             index, micro_batch = inputs
             grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
             (_, sums), grads = grad_fn(
@@ -96,7 +98,7 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
     return accumulate
 
 
-def _reduced_once(config: Config, layout: Layout, shardings: Any, num_sources: int) -> Accumulate:
+def _reduced_once(config: Config, layout: Layout, shardings: Params, num_sources: int) -> Accumulate:
     """Returns the sums over a global batch: each device accumulates its own rows, then the sums are reduced once."""
     accumulate = _make_accumulate(config, SingleDevice(layout.platform), num_sources)
 
@@ -123,7 +125,8 @@ def _reduce_scatter(grad: jax.Array, sharding: NamedSharding) -> jax.Array:
         if axes:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
             scattered.update(axes)
-    return jax.lax.psum(grad, tuple(axis for axis in BATCH_AXES if axis not in scattered))
+    reduced: jax.Array = jax.lax.psum(grad, tuple(axis for axis in BATCH_AXES if axis not in scattered))
+    return reduced
 
 
 def split_micro_batches(batch: Batch, num: int, partitioning: Partitioning) -> Batch:

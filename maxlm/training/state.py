@@ -90,7 +90,7 @@ def param_shardings(config: Config, layout: Layout) -> Params:
     """
     _, variables = nnx.split(abstract_model(config, layout))
 
-    def place(path: tuple[Any, ...], variable: nnx.Variable) -> NamedSharding:
+    def place(path: tuple[Any, ...], variable: nnx.Variable[jax.Array]) -> NamedSharding:
         return layout.parameter('.'.join(map(str, path)), variable.shape, variable.axes)
 
     return nnx.to_pure_dict(nnx.map_state(place, variables))
@@ -111,7 +111,7 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
     params = _abstract_params(config, layout)
     check_patterns(config, param_paths(params))
 
-    def placed(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def placed(shape: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
     trained, offload = trainable(config, params), config.mesh.host_offload
@@ -154,7 +154,7 @@ def _abstract_params(config: Config, layout: Layout) -> Params:
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
     memory = HOST if config.mesh.host_offload == 'all' else 'device'
 
-    def place(shape: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    def place(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding.with_memory_kind(memory))
 
     return jax.tree.map(place, shapes, param_shardings(config, layout.of_state))
@@ -200,7 +200,8 @@ def init_state(
         return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
+    state: TrainState = jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()
+    return state
 
 
 def with_progress(state: TrainState, progress: Progress, layout: Layout) -> TrainState:
@@ -218,7 +219,9 @@ def _first_progress(config: Config) -> Progress | None:
 def init_opt_state(config: Config, layout: Layout, abstract: TrainState, params: Params) -> optax.OptState:
     """Returns the initial optimizer state for parameters of a checkpoint, some of which it may contain."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
-    return jax.jit(optimizer_of(config, layout).init, out_shardings=shardings)(trainable(config, params))
+    init = jax.jit(optimizer_of(config, layout).init, out_shardings=shardings)
+    state: optax.OptState = init(trainable(config, params))
+    return state
 
 
 def optimizer_of(
@@ -258,7 +261,7 @@ def _described_params(config: Config, layout: Layout) -> Any:
     """Returns the tree of the trainable parameters with a `Parameter` in place of each array."""
     _, variables = nnx.split(abstract_model(config, layout))
 
-    def describe(path: tuple[Any, ...], variable: nnx.Variable) -> Parameter:
+    def describe(path: tuple[Any, ...], variable: nnx.Variable[jax.Array]) -> Parameter:
         array: Any = variable.get_value()
         kind = kind_of(tuple(map(jax.tree_util.DictKey, map(str, path))))
         return Parameter('.'.join(map(str, path)), array.shape, array.dtype, tuple(variable.axes), kind)

@@ -49,6 +49,20 @@ def make_train_step(
             `source_loss` and `source_tokens` [S].
         optimizer: optimizer in place of that of the config; `init_state` needs the same. It receives the clipped
             gradients of the trainable parameters. The metrics then contain no `learning_rate`.
+
+    Examples:
+        >>> from maxlm.config.loading import load
+        >>> from maxlm.config.resolve import resolve
+        >>> from maxlm.parallel.layout import make_layout
+        >>> from maxlm.training.batch import BATCH_TYPES
+        >>> from maxlm.training.state import abstract_state
+        >>> config = resolve(load('tiny'), platform='cpu', num_devices=1, vocab_size=512, windows=None)
+        >>> layout = make_layout(config.mesh, jax.devices()[:1])
+        >>> shape = config.train.global_batch_size, config.data.seq_len
+        >>> batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH_TYPES.items()}
+        >>> state, metrics = jax.eval_shape(make_train_step(config, layout), abstract_state(config, layout), batch)
+        >>> metrics['loss']
+        ShapeDtypeStruct(shape=(), dtype=float32)
     """
     with_reference_point = make_reference_point(config, layout)
     gradients = make_gradients(config, layout, num_sources)

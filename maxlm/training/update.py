@@ -104,9 +104,9 @@ def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransfo
         schedule = make_schedule(config.optimizer, config.train.num_steps, state.progress)
         if state.progress is not None:
             # The optimizer counts updates, without the skipped steps.
-            schedule = optax.constant_schedule(schedule(state.step))
+            schedule = optax.constant_schedule(jnp.asarray(schedule(state.step)))
         transform = optimizer or optimizer_of(config, layout, schedule)
-        metrics: Metrics = {} if optimizer else {'learning_rate': schedule(num_updates)}
+        metrics: Metrics = {} if optimizer else {'learning_rate': jnp.asarray(schedule(num_updates))}
 
         def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:
             old = params, opt_state, ema
@@ -118,7 +118,9 @@ def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransfo
             params = optax.apply_updates(params, updates)
             ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
             # A selection instead of a product with 0, because NaN times 0 is NaN.
-            return jax.tree.map(lambda new, old: jnp.where(ok, new, old), (params, opt_state, ema), old)
+            new = params, opt_state, ema
+            selected: tuple[Any, ...] = jax.tree.map(lambda new, old: jnp.where(ok, new, old), new, old)
+            return selected
 
         if config.mesh.host_offload != 'none':
             apply = layer_by_layer(apply)
@@ -154,6 +156,11 @@ def update_ema(ema: Params | None, params: Params, *, decay: float, num_updates:
 
     The decay grows from 2/11 to `decay`, as in TensorFlow's `ExponentialMovingAverage(num_updates=…)`. With a constant
     decay the initial parameters would remain in the average for about 1 / (1 - decay) updates.
+
+    Examples:
+        >>> ema = update_ema({'kernel': jnp.zeros(2)}, {'kernel': jnp.ones(2)}, decay=0.999, num_updates=jnp.int32(1))
+        >>> ema['kernel'].round(3)
+        Array([0.818, 0.818], dtype=float32)
     """
     if ema is None:
         return None

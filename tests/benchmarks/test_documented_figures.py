@@ -364,3 +364,21 @@ def test_the_table_of_compiled_programs_has_recorded_programs():
         (name.partition(',')[0], target, memory, traffic, *rest[-2:]) for name, target, memory, traffic, *rest in rows
     }
     assert shown - recorded == set()
+
+
+TARGETS = {
+    '8 × H100': 'h100:8',
+    '16 × H100, 2 nodes': 'h100:8x2',
+    '2 × RTX 4090': 'rtx4090:2',
+    '16 × v4': 'v4:2x2x4',
+}
+
+
+def test_the_memory_per_device_is_that_of_recorded_programs():
+    programs = json.loads((ROOT / 'tests/planning/estimate/programs.json').read_text())
+    recorded = {(program['config'], program['target'], f'{program["total"] / GIB:.0f}') for program in programs}
+    table = (ROOT / 'docs/models.md').read_text().split('| model | batch per device | on | GiB |')[1].split('\n\n')[0]
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:]]
+    shown = {(f'configs/{name.split("`")[1]}', TARGETS[devices], memory) for name, _, devices, memory in rows}
+    assert len(shown) == len(rows) > 5
+    assert shown - recorded == set()

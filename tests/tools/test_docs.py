@@ -80,6 +80,7 @@ def test_the_structure_lists_every_module_and_package(tmp_path):
     files = {f'{part.splitlines()[0]}/{name}' for part in listed for name in re.findall(r'(?m)^\| `(\w+\.py)`', part)}
     modules = [path for path in (ROOT / 'maxlm').rglob('*.py') if path.name != '__init__.py']
     assert {path.relative_to(ROOT).as_posix() for path in modules} <= files
+    assert '| `demo.sh` | Trains a first model: creates' in page
     # A row has the first line of the docstring, and its bars do not end the cell.
     folder = tmp_path / 'tools' / 'parts'
     folder.mkdir(parents=True)

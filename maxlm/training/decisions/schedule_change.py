@@ -50,4 +50,4 @@ def learning_rate(config: Config, decisions: RunControl, step: int, skipped: int
     optimizer = with_rates(config, decisions).optimizer
     progress = Progress(*map(jnp.float32, progress_of(decisions, config))) if config.by_budget else None
     schedule = make_schedule(optimizer, config.train.num_steps, progress)
-    return float(schedule(step - (0 if config.by_budget else skipped)))
+    return float(jnp.asarray(schedule(step - (0 if config.by_budget else skipped))))

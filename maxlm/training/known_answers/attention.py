@@ -169,9 +169,11 @@ def exact_attention(
             sees_CS = (behind_CS >= 0) & (behind_CS < (window or T)) & (segments_C[:, None] == segments_T[None, :])
             return _attend(q_CNH[None], k_SKH[None], v_SKH[None], sees_CS[None], softcap=softcap, sinks_N=sinks_N)[0]
 
-        return jax.lax.map(attend_block, jnp.arange(0, T, C)).reshape(T, *q_TNH.shape[1:])
+        blocks_GCNH: jax.Array = jax.lax.map(attend_block, jnp.arange(0, T, C))
+        return blocks_GCNH.reshape(T, *q_TNH.shape[1:])
 
-    return jax.lax.map(attend_row, (q_BTNH, k_BSKH, v_BSKH, segments_BT))
+    out_BTNH: jax.Array = jax.lax.map(attend_row, (q_BTNH, k_BSKH, v_BSKH, segments_BT))
+    return out_BTNH
 
 
 def _attend(

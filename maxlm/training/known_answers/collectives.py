@@ -51,7 +51,9 @@ def values(device: jax.Array | int, size: int) -> jax.Array:
     return ((jnp.arange(size, dtype=jnp.int32) * 31 + device * 17) % LARGEST).astype(jnp.float32)
 
 
-def _wrong_devices(mesh: Mesh, axis: str, size: int, collective: Callable, expect: Callable) -> list[int]:
+def _wrong_devices(
+    mesh: Mesh, axis: str, size: int, collective: Callable[..., jax.Array], expect: Callable[..., jax.Array]
+) -> list[int]:
     """Returns the ids of the local devices on which a collective differs from its known result."""
 
     def count_differences() -> jax.Array:

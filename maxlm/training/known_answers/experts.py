@@ -66,7 +66,8 @@ def _run(
 
 def _exact(x_RI: jax.Array, kernel_EIO: jax.Array, grad_RO: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, ...]:
     x_RI, grad_RO, _ = _without_unused(x_RI, grad_RO, sizes_E)
-    return exact_products(x_RI, kernel_EIO, sizes_E, grad_RO)
+    products: tuple[jax.Array, ...] = exact_products(x_RI, kernel_EIO, sizes_E, grad_RO)
+    return products
 
 
 def _without_unused(x_RI: jax.Array, grad_RO: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, ...]:

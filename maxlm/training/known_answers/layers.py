@@ -5,6 +5,8 @@ Shapes: R rows, D dim, I inputs, O outputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +53,13 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
     names = ('product', 'gradient of the inputs', 'gradient of the kernel')[: 2 if weights else 3]
     is_fp8 = model.matmul_precision == 'fp8'
 
-    def run(do_RO: jax.Array, x_RI: jax.Array, state: nnx.State) -> tuple[jax.Array, ...]:
+    def run(do_RO: jax.Array, x_RI: jax.Array, state: nnx.State[Any, Any]) -> tuple[jax.Array, ...]:
         if weights is not None:
             return with_gradients(nnx.merge(graph, state), do_RO, x_RI)
         y_RO, *gradients = with_gradients(lambda x, state: nnx.merge(graph, state)(x), do_RO, x_RI, state)
         return y_RO, gradients[0], *jax.tree.leaves(gradients[1])
 
-    def exact(do_RO: jax.Array, x_RI: jax.Array, state: nnx.State) -> tuple[jax.Array, ...]:
+    def exact(do_RO: jax.Array, x_RI: jax.Array, state: nnx.State[Any, Any]) -> tuple[jax.Array, ...]:
         if weights is None:
             (kernel_IO,) = jax.tree.leaves(state)
             kernel_IO = _rounded(kernel_IO, fp8.E4M3) if is_fp8 else kernel_IO.astype(x_RI.dtype)

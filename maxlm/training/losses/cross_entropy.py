@@ -75,7 +75,15 @@ def cross_entropy(
 
 
 def token_sums(scores: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns weight · -log softmax(logits)[target] and weight · log² Z of each position, from logits [..., V]."""
+    """Returns weight · -log softmax(logits)[target] and weight · log² Z of each position, from logits [..., V].
+
+    Examples:
+        The loss of equal logits is log V. A position of weight 0 has no loss:
+
+        >>> loss, _ = token_sums(jnp.zeros((2, 8)), jnp.array([3, 5]), jnp.array([1.0, 0.0]))
+        >>> loss.round(3)
+        Array([2.079, 0.   ], dtype=float32)
+    """
     # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
     is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
     log_z = jax.nn.logsumexp(scores, axis=-1)

@@ -134,6 +134,11 @@ def kl_divergence(log_p: jax.Array, log_rest: jax.Array | None, log_q: jax.Array
         log_rest: log-probability of all tokens whose `log_p` is the smallest finite number. They count as one token.
             None: all tokens count separately.
         log_q: log-probabilities, finite.
+
+    Examples:
+        >>> p, q = jnp.array([0.5, 0.5]), jnp.array([0.25, 0.75])
+        >>> [round(float(kl_divergence(jnp.log(p), None, jnp.log(other))), 3) for other in (p, q)]
+        [0.0, 0.144]
     """
     divergence = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
     if log_rest is None:

@@ -53,6 +53,12 @@ def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
     Args:
         rewards_N: rewards of the responses; the responses of a group are consecutive.
         config: section `grpo` of the config; `num_generations` is G.
+
+    Examples:
+        Two groups of two responses. All responses of the second group are wrong, so they have no advantage:
+
+        >>> advantages(np.array([1.0, 0.0, 0.0, 0.0]), GrpoConfig(num_generations=2, scale_rewards=False)).tolist()
+        [0.5, -0.5, 0.0, 0.0]
     """
     groups = np.asarray(rewards_N, np.float64).reshape(-1, config.num_generations)
     centred = groups - groups.mean(axis=1, keepdims=True)
@@ -73,8 +79,17 @@ def token_weights(predicted_BT: np.ndarray, active_B: np.ndarray, config: GrpoCo
         predicted_BT: 1 at tokens of responses, else 0. Each row contains one response.
         active_B: 1 if the rewards of the response's group differ, else 0. Responses of other groups have weight 0.
         config: section `grpo` of the config; `loss_type` is used.
+
+    Examples:
+        With `grpo`, each response has the same weight, and with `dapo` each token:
+
+        >>> predicted_BT = np.array([[1, 1, 1, 1], [0, 0, 1, 1]])
+        >>> for loss_type in ('grpo', 'dapo'):
+        ...     print(token_weights(predicted_BT, np.ones(2), GrpoConfig(loss_type=loss_type))[:, 3])
+        [0.25 0.5 ]
+        [1. 1.]
     """
-    weights_BT = predicted_BT * active_B[:, None]
+    weights_BT: np.ndarray = predicted_BT * active_B[:, None]
     if config.loss_type in ('grpo', 'gspo'):
         weights_BT = weights_BT / np.maximum(predicted_BT.sum(axis=1, keepdims=True), 1)
     return weights_BT.astype(np.float32)

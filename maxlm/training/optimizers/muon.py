@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,16 +72,19 @@ def scale_by_muon(
         zeros = jax.tree.map(lambda param: init_moment(param, moments, signed=True), params)
         return MuonState(jnp.zeros((), jnp.int32), zeros)
 
-    def update(grads: optax.Updates, state: MuonState, params: Any = None) -> tuple[optax.Updates, MuonState]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MuonState]:
+        assert isinstance(state, MuonState)
         del params
-        decay = schedule(state.num_updates)
+        decay = cast(jax.Array, schedule(state.num_updates))
 
         def step(grad: jax.Array, moment: jax.Array) -> tuple[jax.Array, ...]:
             moment = decay * moment + (1 - decay) * grad
             return (1 - decay) * grad + decay * moment, moment
 
         tree: Any
-        leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         directions, stored = [], []
         for index, ((path, grad), before) in enumerate(zip(leaves, tree.flatten_up_to(state.momentum), strict=True)):
             kernel_axes = axes[tuple(key.key for key in path)]
@@ -124,9 +127,17 @@ def newton_schulz(x_IO: jax.Array) -> jax.Array:
     """Maps matrices [..., I, O] of the form U S V to approximately U V in the dtype of x, as Jordan et al. do.
 
     Zero matrices remain zero.
+
+    Examples:
+        All singular values of the result are close to 1:
+
+        >>> x_IO = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]])
+        >>> newton_schulz(x_IO).round(2)
+        Array([[0.71, 0.  , 0.  ],
+               [0.  , 1.04, 0.  ]], dtype=float32)
     """
     tall = x_IO.shape[-2] > x_IO.shape[-1]
-    x_MW = x_IO.mT if tall else x_IO
+    x_MW: jax.Array = x_IO.mT if tall else x_IO
     # The Frobenius norm bounds the largest singular value. It is computed in float32 because it sums many squares.
     norm_11 = jnp.linalg.norm(x_MW.astype(jnp.float32), axis=(-2, -1), keepdims=True)
     x_MW = (x_MW / (norm_11 + 1e-7)).astype(x_IO.dtype)

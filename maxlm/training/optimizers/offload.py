@@ -55,7 +55,8 @@ def layer_by_layer(update: Update) -> Update:
         def merge(was: Tree, new_rest: Tree, new_blocks: Tree) -> Tree:
             return {**new_rest, **new_blocks} if _is_params(was) else new_rest
 
-        return jax.tree.map(merge, old, new_rest, new_blocks, is_leaf=_is_params)
+        merged: tuple[Tree, ...] = jax.tree.map(merge, old, new_rest, new_blocks, is_leaf=_is_params)
+        return merged
 
     return streamed
 
@@ -68,7 +69,8 @@ def global_norm(tree: Tree) -> jax.Array:
 
     def squares(x: jax.Array, stacked: bool) -> jax.Array:
         if stacked and on_host(x):
-            return jax.lax.map(lambda one: jnp.sum(jnp.square(to_device(one))), x).sum()
+            sums: jax.Array = jax.lax.map(lambda one: jnp.sum(jnp.square(to_device(one))), x)
+            return sums.sum()
         return jnp.sum(jnp.square(to_device(x)))
 
     return jnp.sqrt(sum(map(squares, leaves, _stacked(tree)), start=jnp.zeros(())))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.model.parameters import kind_of, names
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import scale_by_muon
-from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
+from maxlm.training.optimizers.quantized_moments import Moment, init_moment, rounding_seed, update_moments
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
 DECAYED = {
@@ -62,7 +62,7 @@ def make_optimizer(
             layout=layout,
             moments=optimizer.moment_dtype,
         )
-        transforms = {'muon': muon, 'adam': direction}
+        transforms: dict[Hashable, optax.GradientTransformation] = {'muon': muon, 'adam': direction}
         direction = optax.partition(transforms, map_kinds(lambda kind, _: 'muon' if kind == 'matrix' else 'adam'))
     return optax.chain(
         direction,
@@ -98,20 +98,22 @@ def scale_by_adam(
         return optax.scale_by_adam(b1=beta1, b2=beta2, eps=epsilon)
 
     def zeros(params: optax.Params, *, signed: bool) -> optax.Updates:
-        def init_one(kind: str, param: jax.Array) -> Any:
+        def init_one(kind: str, param: jax.Array) -> Moment:
             return init_moment(param, 'float32' if kind == 'vector' else moments, signed=signed)
 
-        return map_kinds(init_one)(params)
+        moments_of: optax.Updates = map_kinds(init_one)(params)
+        return moments_of
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
         count = jnp.zeros((), jnp.int32)
         return optax.ScaleByAdamState(count, zeros(params, signed=True), zeros(params, signed=False))
 
     def update(
-        grads: optax.Updates, state: optax.ScaleByAdamState, params: Any = None
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        assert isinstance(state, optax.ScaleByAdamState)
         del params
-        count = optax.safe_increment(state.count)
+        count = cast(jax.Array, optax.safe_increment(state.count))
 
         def step(grad: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
             mu = (1 - beta1) * grad + beta1 * mu
@@ -119,7 +121,7 @@ def scale_by_adam(
             return mu / (1 - beta1**count) / (jnp.sqrt(nu / (1 - beta2**count)) + epsilon), mu, nu
 
         tree: Any
-        leaves, tree = jax.tree_util.tree_flatten_with_path(grads)
+        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         before = zip(leaves, tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu), strict=True)
         after = [
             update_moments(step, grad, stored, seed=rounding_seed(count, index), axes=axes[names(path)], layout=layout)
@@ -144,7 +146,9 @@ def scale_by_rates(schedule: optax.Schedule, ratios: Mapping[str, float]) -> opt
     """Multiplies updates by minus the learning rate of the parameter's kind. The state is that of optax."""
     rate = optax.scale_by_learning_rate(schedule)
 
-    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = rate.update(updates, state, params)
         return map_kinds(lambda kind, update: ratios[kind] * update)(updates), state
 

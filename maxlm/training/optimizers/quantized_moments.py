@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
     scales: jax.Array
 
 
-Moment = Any  # a float32 or bfloat16 array, or Blocks
+Moment = jax.Array | Blocks  # the array is float32 or bfloat16
 
 
 def init_moment(param: jax.Array, stored: str, *, signed: bool) -> Moment:
@@ -162,7 +162,8 @@ def update_moments(
 
     # The results go to separate arrays. With in-place updates, XLA on a CPU would copy all layers in every iteration.
     after = jax.lax.fori_loop(0, layers, update_layer, jax.tree.map(jnp.zeros_like, before))
-    return jax.tree.map(lambda x: x.reshape(num, *x.shape[2:]), after)
+    results: tuple[Any, ...] = jax.tree.map(lambda x: x.reshape(num, *x.shape[2:]), after)
+    return results
 
 
 def rounding_seed(num_updates: jax.Array, index: int) -> jax.Array:
@@ -182,7 +183,7 @@ def rounding_noise(seed: jax.Array, rows: jax.Array, shape: tuple[int, ...]) -> 
     for axis, size in enumerate(shape, start=1):
         # Positions beyond 2³² wrap around, which only repeats noise.
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, position.shape, axis)
-    x = position ^ seed
+    x: jax.Array = position ^ seed
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -203,7 +204,8 @@ def place_moment(moment: Moment, sharding: NamedSharding) -> Moment:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     if not isinstance(moment, Blocks):
-        return place(moment, sharding)
+        placed: Moment = place(moment, sharding)
+        return placed
     shape = moment.scales.shape
     return Blocks(place(moment.codes, sharding), place(moment.scales, _scale_sharding(shape, sharding)))
 

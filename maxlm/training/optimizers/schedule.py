@@ -65,6 +65,12 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
 
     Raises:
         InputError: the function of the user cannot be imported, fails or does not return a schedule.
+
+    Examples:
+        >>> config = OptimizerConfig(schedule='linear', learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2)
+        >>> schedule = make_schedule(config, num_steps=6)
+        >>> [round(float(schedule(update)), 4) for update in range(7)]
+        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if is_function_name(config.schedule):
@@ -93,7 +99,7 @@ def _user_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Returns the schedule of a function of the user after a trace of it."""
     name = config.schedule
     function = load_function(name, kind=KEY, arguments=('config', 'num_steps'))
-    schedule = call_function(function, config, num_steps, name=name, kind=KEY)
+    schedule: optax.Schedule = call_function(function, config, num_steps, name=name, kind=KEY)
     if not callable(schedule):
         raise InputError(
             f'{KEY} {name}: returned {type(schedule).__name__}; it must return a schedule, which is a function of the '

@@ -103,8 +103,9 @@ def check_optimizer(optimizer: optax.GradientTransformation, params: Any, *, nam
 
 def _difference(old: Any, new: Any, *, dtypes: bool) -> str:
     """Returns the first difference of two trees of abstract arrays; '' if there is none."""
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        return f' from {_start(jax.tree.structure(old))} to {_start(jax.tree.structure(new))}'
+    before, after = (str(jax.tree.structure(tree)) for tree in (old, new))
+    if before != after:
+        return f' from {_start(before)} to {_start(after)}'
     for (path, one), other in zip(jax.tree.leaves_with_path(old), jax.tree.leaves(new), strict=True):
         if one.shape != other.shape or (dtypes and one.dtype != other.dtype):
             return f'{_text(path)} from {one.dtype}{list(one.shape)} to {other.dtype}{list(other.shape)}'

@@ -15,16 +15,13 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.gpu_compiler import CACHE
 from tests.conftest import ROOT
 from tests.gpu_compiler import FOLDER, needs_gpu_compiler, run_python
+from tests.reference_programs import REFERENCES, STEP_OF_1B, TINY, TINY_ON_TPU, growth, recorded, words_of
 
 FULL = '--config.model.remat_policy=full'
 LONG = (pytest.mark.nightly, pytest.mark.timeout(900))
-# On a slow machine, the TPU compiler needs minutes for a program of real size, but seconds for this one.
-TINY = tuple(
-    f'--config.{key}={value}' for key, value in {'model.num_layers': 2, 'model.dim': 64, 'data.seq_len': 64}.items()
-)
 # Config, target, overrides, and True if it fits.
 ON_TPU = [
-    ('tiny.py', 'v5e:2x2', ('--vocab-size=512', *TINY), True),
+    (*TINY_ON_TPU[:2], TINY_ON_TPU[2:], True),
 ]
 # Programs of other configs for v4 are recorded; see tests/planning/estimate/test_memory.py.
 ON_TPU_LARGE = [
@@ -45,14 +42,6 @@ ON_GPU_MORE = [
     ('code.py:7b', 'h100:8', (), True),
     ('code.py:70b', 'h100:8x16', ('--config.mesh.replica=2',), True),
 ]
-
-# Gigabytes outside of products and attention that a step of 32,768 tokens of configs/1b.py moves on an H100: 188 with
-# jax 0.10.2, 206 with jax 0.12.
-TRAFFIC_OF_1B = 197.0
-
-
-def words_of(config, target, *options):
-    return [f'--config={ROOT}/configs/{config}', f'--target={target}', '--json', *options]
 
 
 def figures(capfd, config, target, *options):
@@ -78,7 +67,9 @@ def figures_by_gpu_compiler(directory, config, target, *options):
     return json.loads(done.stdout)
 
 
-def check(report, estimated, fits):
+def check(case, report, estimated, fits):
+    if case in REFERENCES:
+        assert growth(case, report) == {}, 'after an intended change, run: python -m tests.reference_programs'
     assert not report['is_estimate']
     assert report['why_estimated'] is None
     assert report['fits'] == estimated['fits'] == fits
@@ -92,7 +83,7 @@ def check(report, estimated, fits):
 )
 def test_tpu(capfd, config, target, options, fits):
     report, estimated = (figures(capfd, config, target, *options, *more) for more in ((), ('--estimate',)))
-    check(report, estimated, fits)
+    check((config, target, *options), report, estimated, fits)
     # The devices communicate, and the program has the products of the formula except those of attention, which is a
     # separate kernel.
     assert report['transfers']
@@ -118,10 +109,13 @@ def test_explain():
 
 @needs_gpu_compiler
 @pytest.mark.timeout(300)
-def test_the_step_of_1b_moves_no_more_bytes_than_recorded(tmp_path):
-    report = figures_by_gpu_compiler(tmp_path, '1b.py', 'h100:1', '--config.train.global_batch_size=16')
+def test_the_step_of_1b_needs_no_more_bytes_and_kernels_than_recorded(tmp_path):
+    report = figures_by_gpu_compiler(tmp_path, *STEP_OF_1B)
     assert report['warnings'] == []
-    assert report['traffic'] / 1e9 == pytest.approx(TRAFFIC_OF_1B, rel=0.1)
+    assert growth(STEP_OF_1B, report) == {}, 'after an intended change, run: python -m tests.reference_programs'
+    # Negative control: a fifth more kernels and traffic are found.
+    larger = {**report, 'kernels': 1.2 * report['kernels'], 'traffic': 1.2 * report['traffic']}
+    assert growth(STEP_OF_1B, larger).keys() == {'kernels', 'traffic_bytes'}
     # Neither rematerialization nor the slices of a loop compute a product again.
     assert report['flops']['compiled'] == pytest.approx(
         report['flops']['executed'] - report['flops']['attention'], rel=0.01
@@ -135,10 +129,22 @@ def test_the_step_of_1b_moves_no_more_bytes_than_recorded(tmp_path):
 def test_gpu(capfd, tmp_path, config, target, options, fits):
     report = figures_by_gpu_compiler(tmp_path, config, target, *options)
     estimated = figures(capfd, config, target, *options, '--estimate')
-    check(report, estimated, fits)
+    check((config, target, *options), report, estimated, fits)
     if fits:
         assert report['flops']['compiled'] < estimated['flops']['executed'], 'attention must be a separate kernel'
     else:
         # XLA rematerialized values to save memory, but the step still does not fit.
         assert report['memory']['total'] - report['memory']['available'] > 2**30
         assert report['advice']
+
+
+def test_the_documented_traffic_of_1b():
+    page = (ROOT / 'docs/performance.md').read_text()
+    traffic = recorded('0.10.2')[' '.join(STEP_OF_1B)]['traffic_bytes']
+    assert f'A step of 32,768 tokens of `1b` now moves {traffic / 1e9:.0f} GB on one H100' in ' '.join(page.split())
+
+
+def test_records_are_those_of_the_version_or_the_newest():
+    assert recorded('0.10.9') == recorded('0.10.2') != recorded('0.12.0')
+    assert recorded('9.0.0') == recorded('0.12.0')
+    assert recorded().keys() == {' '.join(case) for case in REFERENCES}

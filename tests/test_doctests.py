@@ -1,0 +1,24 @@
+"""The examples in docstrings of the training step, optimizers, losses and sampling run, and show what they print."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = (
+    'maxlm.inference.sampling',
+    'maxlm.training.losses.cross_entropy',
+    'maxlm.training.losses.distillation',
+    'maxlm.training.losses.grpo',
+    'maxlm.training.optimizers.muon',
+    'maxlm.training.optimizers.schedule',
+    'maxlm.training.step',
+    'maxlm.training.update',
+)
+
+
+@pytest.mark.parametrize('module', MODULES)
+def test_examples(module):
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted > 0
+    assert result.failed == 0
