@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.step import machine, resolve_here
 from benchmarks.text_steps import text_batches
 from maxlm.checkpoint.checksums import start_checksums
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.parallel.layout import make_layout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.step import machine
 from maxlm import train
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.telemetry.metrics import read_metrics
 

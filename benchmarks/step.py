@@ -33,7 +33,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, ArgumentParser, InputError, exit_code
 from maxlm.hardware.chips import capability_of, find_peak

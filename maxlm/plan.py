@@ -15,7 +15,7 @@ import argparse
 import math
 import sys
 
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import ArgumentParser, InputError, flag, run_command
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE
 from maxlm.storage.paths import Kind, PathOption

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from maxlm.config.loading import load, load_phases, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.config.validation import nearest

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import ArgumentParser, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption

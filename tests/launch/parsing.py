@@ -3,7 +3,8 @@
 import importlib
 from unittest import mock
 
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.errors import ArgumentParser
 
 
