@@ -20,7 +20,7 @@ from benchmarks.growth_curves import write_small_png
 from benchmarks.posttraining import call
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.planning.plots import BLUE, ORANGE, STYLE
 from maxlm.telemetry.metrics import read_metrics

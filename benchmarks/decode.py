@@ -19,7 +19,8 @@ import numpy as np
 
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, InputError, exit_code

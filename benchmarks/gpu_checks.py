@@ -32,7 +32,7 @@ from benchmarks.text_steps import text_batch
 from maxlm.checkpoint.checksums import read_checksums
 from maxlm.checkpoint.manager import Checkpoints, saved_steps
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.parallel.layout import make_layout

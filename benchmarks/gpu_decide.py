@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks.step import machine, resolve_here
 from benchmarks.text_steps import text_batches
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
 from maxlm.config.sections.model import AttentionKernel
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code

@@ -26,7 +26,7 @@ from benchmarks.step import machine, resolve_here
 from benchmarks.text_steps import text_batches
 from maxlm.checkpoint.checksums import start_checksums
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.parallel.layout import make_layout

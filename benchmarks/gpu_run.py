@@ -26,7 +26,7 @@ from benchmarks.gpu_run_results import compare_repeated, describe_export, result
 from benchmarks.step import machine
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.storage.atomic import atomic_write
 from maxlm.telemetry.metrics import read_metrics

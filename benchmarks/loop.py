@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 
 # Packages that a run requires.

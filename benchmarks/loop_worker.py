@@ -16,7 +16,8 @@ import numpy as np
 
 from benchmarks.step import machine, random_batch
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.parallel.layout import make_layout

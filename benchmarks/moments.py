@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry.metrics import read_metrics
 

@@ -34,7 +34,8 @@ import jax
 import numpy as np
 
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.hardware.chips import capability_of, find_peak

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code

@@ -1,8 +1,9 @@
-"""Config files: the shipped ones by name, and the default workdir of a run that is started without --workdir."""
+"""Options for the config of a command, and the config files and the default workdir that they name."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -36,3 +37,17 @@ def default_workdir(spec: str) -> str:
         name = Path(path).stem
     joined = '-'.join(part for part in (name, variant) if part)
     return f'runs/{re.sub(r"[^A-Za-z0-9._-]", "_", joined)}'
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into `section.key=value` overrides (without `--config.`) and the remaining arguments."""
+    overrides, rest = [], []
+    words = iter(argv)
+    for word in words:
+        if word.startswith('--config.'):
+            if '=' not in word:
+                word = f'{word}={next(words, "")}'
+            overrides.append(word.removeprefix('--config.'))
+        else:
+            rest.append(word)
+    return overrides, rest

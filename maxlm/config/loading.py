@@ -115,20 +115,6 @@ def _build_with(values: ConfigDict, overrides: Sequence[str]) -> Config:
     return build(values)
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into `section.key=value` overrides (without `--config.`) and the remaining arguments."""
-    overrides, rest = [], []
-    words = iter(argv)
-    for word in words:
-        if word.startswith('--config.'):
-            if '=' not in word:
-                word = f'{word}={next(words, "")}'
-            overrides.append(word.removeprefix('--config.'))
-        else:
-            rest.append(word)
-    return overrides, rest
-
-
 def build(values: ConfigDict) -> Config:
     """Converts a ConfigDict to a validated, frozen Config, with the settings of family and objective filled in."""
     config = _freeze(values)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import maxlm
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.schema import Config
 from maxlm.config.serialization import flatten
 from maxlm.errors import InputError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.resolve import check_num_devices
 from maxlm.config.schema import Config
 from maxlm.errors import InputError

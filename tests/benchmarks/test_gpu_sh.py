@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from maxlm.config.loading import load, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from tests.conftest import ROOT
 

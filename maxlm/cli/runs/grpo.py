@@ -9,7 +9,7 @@ from __future__ import annotations
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.cli.runs.train import add_arguments
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 
 
 def main(argv: list[str], *, began: float | None = None) -> int:

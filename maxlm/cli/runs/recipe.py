@@ -20,7 +20,8 @@ from maxlm.cli.commands import TRAINING
 from maxlm.cli.hints import HINTS, print_next
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.config.loading import load, load_phases, split_overrides
+from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.config.validation import nearest

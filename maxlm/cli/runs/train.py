@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 

@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
 
 def _read(argv: list[str]) -> tuple[CheckContext, argparse.Namespace]:
     try:
-        from maxlm.config.loading import load, split_overrides
+        from maxlm.config.config_files import split_overrides
+        from maxlm.config.loading import load
     except ImportError as error:
         # doctor must also work on a machine without the required packages.
         options, _ = make_parser().parse_known_args(argv)

@@ -16,7 +16,7 @@ import math
 
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.config.loading import split_overrides
+from maxlm.config.config_files import split_overrides
 from maxlm.errors import InputError, flag
 from maxlm.planning.gpu_compiler import CACHE, OPTION, VARIABLE
 from maxlm.storage.paths import Kind, PathOption
