@@ -9,12 +9,12 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import InputError
+from maxlm.rl import rollouts
 from maxlm.rl.rewards.prompts import read_prompts
 from maxlm.rl.rewards.rewards import UserRewardError
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
 from maxlm.rl.rollouts import RolloutBatches
-from maxlm.trainer import rollouts
 from tests.small import small_config, small_layout
 
 T, R, ROWS, NUM_ROLLOUTS = 12, 4, 4, 3
