@@ -93,11 +93,6 @@ def block_kernels(model: ModelConfig) -> dict[str, Kernel]:
     return kernels
 
 
-def latent_elements(model: ModelConfig) -> int:
-    """Returns the elements per token of the latents of latent attention, before and after their norms."""
-    return 2 * (model.q_lora_rank + model.kv_lora_rank) + model.qk_rope_head_dim
-
-
 def block_parameters(model: ModelConfig) -> int:
     """Returns the number of elements of the matrices of one block; see `block_kernels`."""
     return sum(kernel.size for kernel in block_kernels(model).values())

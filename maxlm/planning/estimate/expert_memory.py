@@ -1,6 +1,6 @@
 """Memory of the experts of a layer in a training step, on one device.
 
-Shapes: A selections of experts by tokens, R rows of experts, D width; see `maxlm.planning.estimate.experts`.
+Shapes: R rows of experts, D width; see `maxlm.planning.estimate.experts`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.parameters import block_kernels
 from maxlm.planning.estimate.experts import rows_of
 
-# Float32 arrays of the router, with one element per token and expert, that are saved for the backward pass.
+# Float32 arrays of the router, with one element per token and expert, in the backward pass of a layer.
 ROUTER_ARRAYS = 3
-# Read off programs for TPU v5p: arrays [R, D] in the backward pass of a layer, and arrays [A, D] that are saved without
-# rematerialization.
-ROW_ARRAYS, SAVED_ROW_ARRAYS = 3.0, 5.5
+# Arrays [R, D] in the backward pass of a layer. Read off programs for TPU v5p.
+ROW_ARRAYS = 3.0
 
 
 def kernel_elements(config: Config, kind: ModelConfig) -> int:
@@ -24,25 +23,6 @@ def kernel_elements(config: Config, kind: ModelConfig) -> int:
     mesh = config.mesh
     kernels = [kernel for kernel in block_kernels(kind).values() if kernel.is_of_experts]
     return sum(kernel.size for kernel in kernels) // (mesh.tensor * mesh.expert)
-
-
-def saved_bytes(config: Config, kind: ModelConfig, policy: str) -> float:
-    """Returns the bytes of a layer's experts that are saved for the backward pass, with a policy other than `full`.
-
-    Without rematerialization, these are the rows before and after the experts, and the inputs of their products and of
-    the activation. Policies do not save the products of groups of rows.
-    """
-    if not kind.num_experts:
-        return 0.0
-    router = 4 * _tokens(config) * kind.num_experts
-    if policy != 'none':
-        return router
-    rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
-    inner = (3 if kind.activation in GATED_ACTIVATIONS else 2) * kind.expert_ffn_dim / config.mesh.tensor
-    return (
-        width * (rows.stored * (kind.dim + inner) + SAVED_ROW_ARRAYS * rows.assigned * kind.dim)
-        + ROUTER_ARRAYS * router
-    )
 
 
 def backward_bytes(config: Config, kind: ModelConfig, ffn: float, platform: str) -> float:

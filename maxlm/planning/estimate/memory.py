@@ -17,12 +17,13 @@ from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
-from maxlm.model.parameters import Weight, block_kernels, latent_elements, layer_stacks, weights
+from maxlm.model.parameters import Weight, block_kernels, layer_stacks, weights
 from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
-from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements, saved_bytes
+from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements
 from maxlm.planning.estimate.experts import is_first, rows_of
 from maxlm.planning.estimate.head import head_memory
+from maxlm.planning.estimate.saved_activations import saved_bytes
 from maxlm.planning.estimate.state_bytes import (
     StateBytes,
     is_quantized,
@@ -93,7 +94,6 @@ class _Sizes(NamedTuple):
     padded_H: int
     width: int
     gated: bool
-    parallel: bool
     layers: int
     kind: ModelConfig
 
@@ -161,7 +161,6 @@ def _sizes(config: Config, backend: Backend, kind: ModelConfig) -> _Sizes:
         padded_H=_up(model.head_dim, backend.lanes),
         width=np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2,
         gated=model.activation in GATED_ACTIVATIONS,
-        parallel=bool(model.parallel_residual),
         layers=layers,
         kind=kind,
     )
@@ -255,36 +254,21 @@ def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backen
 
 
 def _saved_bytes_of_layer(config: Config, sizes: _Sizes, backend: Backend) -> float:
-    model = config.model
-    D, F, N, K, H, width = sizes.D, sizes.F, sizes.N, sizes.K, sizes.H, sizes.width
-    tokens = sizes.B * sizes.T
-    if model.remat_policy == 'offload':
+    mesh, policy = config.mesh, config.model.remat_policy
+    if policy == 'offload':
         return 0
-    policy = 'none' if _keeps_all(config, backend) else model.remat_policy
-    if policy == 'full':
-        return tokens * D * width
-    # Softmax statistics.
-    statistics = 4 * tokens * N
-    of_experts = saved_bytes(config, sizes.kind, policy)
-    if policy in ('dots', 'dots_no_batch'):
-        # The input; q, k, v; the feed-forward activations; the stream after attention, unless the residual is parallel.
-        elements = (1 if sizes.parallel else 2) * D + (N + 2 * K) * H + F * (2 if sizes.gated else 1)
-        elements += latent_elements(model)
-        if config.mesh.context > 1:
-            # The output of ring attention has no checkpoint name, so a policy cannot save it.
-            return tokens * elements * width + of_experts
-        if config.mesh.stage > 1 and model.remat_policy == 'dots_no_batch':
-            # The stages are a batch dimension of every product.
-            elements = D
-        return tokens * (elements + N * H) * width + statistics + of_experts
-    # The inputs of norms and products, queries, keys and values, and the inputs of the activation.
-    streams = (1 if sizes.parallel else 2) * D + 2 * D + latent_elements(model)
-    if model.norm_placement == 'both':
-        streams += 2 * D
-    if model.qk_norm:
-        streams += (N + K) * sizes.padded_H
-    attention = (N + 2 * K) * sizes.padded_H + N * H
-    return tokens * (streams + attention + F * (3 if sizes.gated else 2)) * width + statistics + of_experts
+    # The output of attention and the softmax statistics.
+    attended = sizes.B * sizes.T * (sizes.N * sizes.H * sizes.width + 4 * sizes.N)
+    more = 0
+    if _keeps_all(config, backend):
+        policy = 'none'
+    elif policy == 'dots_no_batch' and mesh.stage > 1:
+        # The stages are a batch dimension of every product.
+        policy, more = 'full', attended
+    elif policy in ('dots', 'dots_no_batch') and mesh.context > 1:
+        # The output of ring attention has no checkpoint name, so a policy cannot save it.
+        more = -attended
+    return saved_bytes(config, sizes.kind, backend, policy) + more
 
 
 def _keeps_all(config: Config, backend: Backend) -> bool:
