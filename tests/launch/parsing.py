@@ -6,7 +6,6 @@ from maxlm.cli.commands import module_of
 from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.config_files import split_overrides
-from maxlm.errors import 
 
 
 class _ParsedError(Exception):
