@@ -4,8 +4,8 @@ from unittest import mock
 
 from maxlm.cli.commands import module_of
 from maxlm.cli.parser import ArgumentParser
-from maxlm.config.loading import load
 from maxlm.config.config_files import split_overrides
+from maxlm.config.loading import load
 
 
 class _ParsedError(Exception):

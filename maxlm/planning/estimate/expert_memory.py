@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from maxlm.config.schema import Config, ModelConfig
-from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.parameters import block_kernels
 from maxlm.planning.estimate.experts import rows_of
 
