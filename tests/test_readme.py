@@ -194,7 +194,7 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     assert (runs / 'results' / 'evaluation.json').is_file()
     assert (runs / 'first.gguf').read_bytes()[:4] == b'GGUF'
     # Negative control: a command that fails has another exit code.
-    module, *argv = shlex.split(lines[4])[2:]
+    _, _, module, *argv = as_module(shlex.split(lines[4]))
     assert exit_code(importlib.import_module(module).main, argv) == EXIT_BAD_INPUT
     assert 'first-int8' in capsys.readouterr().err
 
