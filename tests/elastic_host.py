@@ -34,7 +34,7 @@ class ForkingSupervisor(ElasticSupervisor):
         slow_down_batches()
         code = EXIT_FAILED
         try:
-            train.run()
+            train.run('train')
         except SystemExit as end:
             code = int(end.code or 0)
         except BaseException:

@@ -58,7 +58,7 @@ class Run:
                 }
                 sys.argv = ['maxlm.train', *arguments, f'--workdir={workdir}']
                 # Raises SystemExit, so the process exits as with `maxlm train`.
-                train.run()
+                train.run('train')
             self.pids.append(pid)
 
     def send(self, number: int, signal_number: signal.Signals) -> None:

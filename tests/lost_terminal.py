@@ -1,4 +1,4 @@
-"""Runs a command on a terminal that a test closes: `python -m tests.lost_terminal TERMINAL CODE MODULE ARGUMENTS…`.
+"""Runs a command on a terminal that a test closes: `python -m tests.lost_terminal TERMINAL CODE NAME ARGUMENTS…`.
 
 This process behaves like a shell: it leads the session of the terminal and sends SIGHUP to the command's process group
 when the terminal is closed. It writes the exit code of the command to the file CODE. The command is forked, which saves
@@ -8,7 +8,6 @@ the seconds of importing JAX. Training waits before each batch, so that the run 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pty
 import select
@@ -18,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from maxlm import train  # noqa: F401 - imported before the fork
+from maxlm.cli.process import run
+from maxlm.cli.runs import train  # noqa: F401 - imported before the fork
 from tests.slow_batches import slow_down_batches
 
 # Seconds for a command to start or to end on a machine with other load.
@@ -53,31 +53,31 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def on_terminal(folder: Path, module: str, arguments: Sequence[object], *, ignored: bool = False) -> Iterator[Terminal]:
-    """Runs a module with arguments on a new terminal.
+def on_terminal(folder: Path, name: str, arguments: Sequence[object], *, ignored: bool = False) -> Iterator[Terminal]:
+    """Runs a command with arguments on a new terminal.
 
     Args:
-        folder: directory for the output of this module.
-        module: module of the command.
+        folder: directory for the output of the command.
+        name: name of the command.
         arguments: arguments of the command.
         ignored: SIGHUP is ignored, as under `nohup`.
     """
     # The test process is not forked here.
     from tests.forking import forking
 
-    code = folder / f'{module}-code'
+    code = folder / f'{name}-code'
     code.unlink(missing_ok=True)
     terminal = Terminal(code)
     with forking('tests.lost_terminal', devices=8) as parent:
-        words = [os.ttyname(terminal.slave), code, 'ignored' if ignored else 'default', module, *arguments]
-        process = parent.start(words, folder / f'{module}.log')
+        words = [os.ttyname(terminal.slave), code, 'ignored' if ignored else 'default', name, *arguments]
+        process = parent.start(words, folder / f'{name}.log')
         terminal.wait_for(lambda: process.poll() is not None or (code.parent / f'{code.name}-started').exists())
         # While a process has it open, the terminal is not closed.
         os.close(terminal.slave)
         yield terminal
 
 
-def main(path: str, code: Path, action: str, module: str, arguments: list[str]) -> None:
+def main(path: str, code: Path, action: str, name: str, arguments: list[str]) -> None:
     """Runs the command as a shell does."""
     os.setsid()
     # The first terminal that the leader of a session opens becomes its controlling terminal.
@@ -88,7 +88,7 @@ def main(path: str, code: Path, action: str, module: str, arguments: list[str]) 
         for target in (0, 1, 2):
             os.dup2(descriptor, target)
         os.close(descriptor)
-        _run(module, arguments)
+        _run(name, arguments)
 
     def hang_up(*_: object) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -105,15 +105,15 @@ def main(path: str, code: Path, action: str, module: str, arguments: list[str]) 
     draft.rename(code)
 
 
-def _run(module: str, arguments: list[str]) -> None:
+def _run(name: str, arguments: list[str]) -> None:
     # Streams of a new process: the forked ones were made before stdout was a terminal. They stay open until its end.
     sys.stdout = sys.__stdout__ = open(1, 'w', buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, 'w', buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = [module, *arguments]
+    sys.argv = [f'maxlm {name}', *arguments]
     slow_down_batches()
     code = 1
     try:
-        importlib.import_module(module).run()
+        run(name)
     except SystemExit as end:
         code = int(end.code or 0)
     except BaseException:

@@ -42,7 +42,7 @@ def last_step(workdir):
 
 def test_training_saves(dataset, tmp_path):
     workdir = tmp_path / 'run'
-    with on_terminal(tmp_path, 'maxlm.train', arguments(dataset, workdir, **SETTINGS)) as terminal:
+    with on_terminal(tmp_path, 'train', arguments(dataset, workdir, **SETTINGS)) as terminal:
         terminal.wait_for(lambda: last_step(workdir) >= 3)
         assert terminal.close() == EXIT_PREEMPTED
     step = last_step(workdir)
@@ -58,7 +58,7 @@ def test_training_saves(dataset, tmp_path):
 def test_training_under_nohup_continues_without_output(dataset, tmp_path):
     workdir = tmp_path / 'run'
     words = arguments(dataset, workdir, **(SETTINGS | {'train__num_steps': 8}))
-    with on_terminal(tmp_path, 'maxlm.train', words, ignored=True) as terminal:
+    with on_terminal(tmp_path, 'train', words, ignored=True) as terminal:
         terminal.wait_for(lambda: last_step(workdir) >= 2)
         assert terminal.close() == EXIT_DONE
     assert last_step(workdir) == 8
@@ -69,7 +69,7 @@ def test_preparation_resumes(tmp_path):
     texts, output = tmp_path / 'texts', tmp_path / 'data'
     write_corpus(texts, 1)
     words = ['--input', str(texts), '--tokenizer', 'bpe:400', '--deduplicate', 'near', '--workers', '2', '--output']
-    with on_terminal(tmp_path, 'maxlm.prepare', [*words, output]) as terminal:
+    with on_terminal(tmp_path, 'prepare', [*words, output]) as terminal:
         terminal.wait_for(lambda: stage(output) not in ('start', 'finished'))
         assert terminal.close() == EXIT_PREEMPTED
     assert stage(output) != 'finished'
@@ -81,7 +81,7 @@ def test_preparation_resumes(tmp_path):
 
 def test_a_supervised_command_saves_once_and_is_not_restarted(tmp_path):
     script = f'import os; os.chdir({str(tmp_path)!r})\n{COMMAND}'
-    with on_terminal(tmp_path, 'maxlm.supervise', ['--', sys.executable, '-S', '-c', script]) as terminal:
+    with on_terminal(tmp_path, 'supervise', ['--', sys.executable, '-S', '-c', script]) as terminal:
         terminal.wait_for((tmp_path / 'starts').exists)
         assert terminal.close() == EXIT_PREEMPTED
     assert (tmp_path / 'starts').read_text() == 'started\n'

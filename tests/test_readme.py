@@ -18,7 +18,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
-from tests.documentation import PAGES, code_blocks, command_lines, options_of
+from tests.documentation import PAGES, as_module, code_blocks, command_lines, options_of
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 from tools.docs.structure_page import START
@@ -87,7 +87,7 @@ def test_commands_parse(monkeypatch):
         for config in configs:
             # Earlier commands of the page write the config.json of a run.
             load('configs/tiny.py' if config.endswith('.json') else config, overrides)
-    verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'fetch', 'plan', 'checkpoints', 'supervise'}
+    verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'plan', 'checkpoints', 'supervise'}
     verbs |= {'doctor', 'monitor', 'report', 'grpo', 'serve', 'quantize'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
     # Negative control: an unknown option is refused.
@@ -173,7 +173,7 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     )
     outputs = []
     for line in lines:
-        module, *argv = shlex.split(line)[2:]
+        _, _, module, *argv = as_module(shlex.split(line))
         if module == 'maxlm.serve':
             argv.append('--port=0')
         assert exit_code(importlib.import_module(module).main, argv) == EXIT_DONE, line
@@ -189,7 +189,7 @@ def test_commands_with_a_model_run(runs, monkeypatch, capsys):
     assert (runs / 'results' / 'evaluation.json').is_file()
     assert (runs / 'first.gguf').read_bytes()[:4] == b'GGUF'
     # Negative control: a command that fails has another exit code.
-    module, *argv = shlex.split(lines[4])[2:]
+    _, _, module, *argv = as_module(shlex.split(lines[4]))
     assert exit_code(importlib.import_module(module).main, argv) == EXIT_BAD_INPUT
     assert 'first-int8' in capsys.readouterr().err
 

@@ -35,7 +35,7 @@ def test_two_processes_fall_back_to_the_same_step(dataset, tmp_path):
     def verified():
         return {step: corrupt_arrays(workdir / CHECKPOINTS_DIR / str(step))[0] for step in saved_steps(workdir)}
 
-    with forking('maxlm.train:run') as parent:
+    with forking('maxlm.train') as parent:
         # Negative control: no damage is reported.
         assert 'damaged' not in train(parent, 2)
         # Checksums by two processes match the arrays that one process reads.

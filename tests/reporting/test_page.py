@@ -193,7 +193,8 @@ def test_error_at_the_end_of_a_run_is_a_warning(tmp_path, caplog, monkeypatch):
 @pytest.mark.multiprocess
 def test_report_does_not_import_jax():
     program = (
-        'import sys, maxlm report; print([name for name in ("jax", "tensorflow", "matplotlib") if name in sys.modules])'
+        'import sys, maxlm.cli.runs.report\n'
+        'print([name for name in ("jax", "tensorflow", "matplotlib") if name in sys.modules])'
     )
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == '[]\n'

@@ -287,9 +287,7 @@ def test_runs_reuse_executables_of_other_runs(dataset, tmp_path):
         return curve(tmp_path / name)
 
     unset = dict.fromkeys(name for name in os.environ if name.startswith('JAX_'))
-    with forking(
-        'maxlm.train:run', environment={**unset, 'HOME': str(home_directory), 'JAX_PLATFORMS': 'cpu'}
-    ) as parent:
+    with forking('maxlm.train', environment={**unset, 'HOME': str(home_directory), 'JAX_PLATFORMS': 'cpu'}) as parent:
         check_runs(partial(train, parent), directory)
 
 

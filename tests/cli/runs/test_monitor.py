@@ -80,7 +80,7 @@ def test_a_directory_that_is_no_workdir_is_bad_input(tmp_path, capsys):
 def test_it_starts_without_jax_and_without_tensorflow(tmp_path):
     workdirs.running(tmp_path)
     program = (
-        'import sys; from maxlm import monitor; monitor.main(sys.argv[1:]);'
+        'import sys; from maxlm.cli.runs import monitor; monitor.main(sys.argv[1:]);'
         "print(*(name for name in ('jax', 'tensorflow', 'numpy', 'fsspec', 'rich') if name in sys.modules))"
     )
     command = [sys.executable, '-c', program, str(tmp_path), '--once']

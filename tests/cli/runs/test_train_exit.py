@@ -22,7 +22,8 @@ heartbeat.disconnect = lambda code: os.kill(os.getpid(), signal.SIGTERM)
 codes = []
 for code in map(int, sys.argv[1:]):
     if not (pid := os.fork()):
-        train.start(lambda arguments, began: code)
+        train.main = lambda arguments, began: code
+        train.run('train')
     codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 print(json.dumps(codes))
 """
