@@ -125,6 +125,8 @@ def test_the_best_step():
     assert best_step(LOSSES) == 50
     assert best_step({step: loss for step, loss in LOSSES.items() if step < 50}) == 20
     assert best_step({3: None, 4: float('inf')}) is None
+    # NaN has no place in an order.
+    assert best_step({1: 2.0, 2: float('nan'), 3: 1.0}) == 3
 
 
 @pytest.mark.parametrize(
