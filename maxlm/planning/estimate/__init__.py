@@ -1,1 +1,1 @@
-"""Formulas for the memory, FLOPs, transfers and time of a step."""
+"""Estimates the memory, FLOPs, transfers and time of a step without compiling it."""

@@ -1,4 +1,4 @@
-"""Sizes of mixture-of-experts layers on one device: kinds of layers, rows of experts, and their memory traffic.
+"""Sizes of mixture-of-experts layers on one device: kinds of layers, rows of experts, and their memory.
 
 Shapes, per device: N tokens, k experts per token, A = N·k assignments, R rows, D width, F width of an expert,
 E experts, P devices that exchange rows.
@@ -14,6 +14,11 @@ import jax.numpy as jnp
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.model.experts.grouped_matmul import block_size, padded_rows
 from maxlm.model.parameters import expert_parameters, layer_stacks, model_parameters
+
+# Float32 arrays of the router, with one element per token and expert, in the backward pass of a layer.
+ROUTER_ARRAYS = 3
+# Arrays [R, D] in the backward pass of a layer. Read off programs for TPU v5p.
+ROW_ARRAYS = 3.0
 
 
 class ExpertRows(NamedTuple):
@@ -112,13 +117,13 @@ def dispatch_bytes(config: Config, kind: ModelConfig) -> float:
         return 0.0
     rows = rows_of(config, kind)
     width = jnp.dtype(kind.dtype).itemsize
-    N = config.train.per_device_batch_size * config.data.seq_len / config.mesh.context
-    return width * kind.dim * (3 * rows.assigned + 2 * rows.stored + 4 * rows.sent) + 16 * N * kind.num_experts
+    of_router = 16 * _tokens(config) * kind.num_experts
+    return width * kind.dim * (3 * rows.assigned + 2 * rows.stored + 4 * rows.sent) + of_router
 
 
 def rows_per_token(config: Config, rows: float) -> float:
     """Returns a number of rows relative to the tokens of a micro-batch."""
-    return rows * config.mesh.context / (config.train.per_device_batch_size * config.data.seq_len)
+    return rows / _tokens(config)
 
 
 def activation_dim(config: Config, kind: ModelConfig) -> float:
@@ -127,3 +132,29 @@ def activation_dim(config: Config, kind: ModelConfig) -> float:
         return kind.ffn_dim / config.mesh.tensor
     rows = rows_per_token(config, rows_of(config, kind).stored)
     return (rows + kind.num_shared_experts) * kind.expert_ffn_dim / config.mesh.tensor
+
+
+def backward_bytes(config: Config, kind: ModelConfig, ffn: float, platform: str) -> float:
+    """Returns the bytes of temporary arrays in the backward pass of a layer's experts.
+
+    Args:
+        config: config of the run.
+        kind: model with only this kind of layers.
+        ffn: number of arrays of the feed-forward's width; see `Backend`.
+        platform: platform of the devices.
+    """
+    if not kind.num_experts:
+        return 0.0
+    rows, width = rows_of(config, kind), jnp.dtype(kind.dtype).itemsize
+    inner = ffn * kind.expert_ffn_dim / config.mesh.tensor
+    of_rows = rows.stored * (inner + ROW_ARRAYS * kind.dim)
+    if platform == 'gpu' and kind.expert_matmul == 'ragged_dot' and not kind.expert_capacity_factor:
+        # XLA expands the rows to all experts. Read off a program for H100.
+        expanded = rows.stored * kind.num_experts / config.mesh.expert
+        of_rows += expanded * (2 * kind.dim + kind.expert_ffn_dim / config.mesh.tensor)
+    return width * of_rows + 4 * ROUTER_ARRAYS * _tokens(config) * kind.num_experts
+
+
+def _tokens(config: Config) -> float:
+    """Returns the number of tokens of a micro-batch on a device."""
+    return config.train.per_device_batch_size * config.data.seq_len / config.mesh.context

@@ -20,8 +20,7 @@ from maxlm.model.layers.masks import layer_windows
 from maxlm.model.parameters import Weight, block_kernels, layer_stacks, weights
 from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
-from maxlm.planning.estimate.expert_memory import backward_bytes, kernel_elements
-from maxlm.planning.estimate.experts import is_first, rows_of
+from maxlm.planning.estimate.experts import backward_bytes, is_first, rows_of
 from maxlm.planning.estimate.head import head_memory
 from maxlm.planning.estimate.saved_activations import saved_bytes
 from maxlm.planning.estimate.state_bytes import (
@@ -101,7 +100,7 @@ class _Sizes(NamedTuple):
 def estimate_memory(
     config: Config, platform: str, capability: tuple[int, int] | None = None, state: StateBytes | None = None
 ) -> Memory:
-    """Estimates the memory of a resolved config's step without compiling or tracing.
+    """Estimates the memory of a resolved config's step without compiling it.
 
     The peak is the largest of these moments: the backward pass of a layer, that of the head, the optimizer update, and
     the forward pass of a layer of the teacher. In the first, the activations of all layers and most gradients exist; in
@@ -226,9 +225,11 @@ def _up(size: int, multiple: int) -> int:
 
 def _matrices(config: Config, sizes: _Sizes) -> int:
     """Returns the elements of the matrices of one layer as they are used. Latents are not sharded over heads."""
-    kernels = [(name, kernel) for name, kernel in block_kernels(sizes.kind).items() if not kernel.is_of_experts]
-    dense = sum(kernel.size // (1 if name.endswith('latent') else config.mesh.tensor) for name, kernel in kernels)
-    return dense + kernel_elements(config, sizes.kind)
+    mesh, elements = config.mesh, 0
+    for name, kernel in block_kernels(sizes.kind).items():
+        num_shards = 1 if name.endswith('latent') else mesh.tensor * (mesh.expert if kernel.is_of_experts else 1)
+        elements += kernel.size // num_shards
+    return elements
 
 
 def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backend) -> tuple[int, int]:

@@ -60,7 +60,7 @@ def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: str
         mtp_depth=0,
         vocab_size=VOCAB_SIZE,
         scan_layers=True,
-        remat_policy=policy,
+        remat_policy='none',
         num_heads=kind.num_heads // mesh.tensor,
         num_kv_heads=kind.num_kv_heads // mesh.tensor,
         ffn_dim=kind.ffn_dim // mesh.tensor,
@@ -77,23 +77,29 @@ def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: str
         train=dataclasses.replace(config.train, per_device_batch_size=1),
     )
     num_rows = rows_of(alone, layers).stored
-    saved = _trace(layers, backend.platform, length, config.data.document_mask, backend.lanes, int(num_rows))
+    saved = _trace(layers, policy, backend, length, config.data.document_mask, int(num_rows))
     scale = rows_of(config, kind).stored / num_rows if num_rows else 0.0
     return scale * saved.of_rows + tokens / length * saved.other
 
 
+@functools.lru_cache(maxsize=64)
+def _abstract_decoder(model: ModelConfig, platform: str) -> tuple[Any, Any]:
+    """Returns the graph and the abstract parameters of a decoder."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), partitioning=SingleDevice(platform))))
+
+
 @functools.lru_cache(maxsize=256)
-def _trace(model: ModelConfig, platform: str, length: int, has_segments: bool, lanes: int, num_rows: int) -> _Saved:
+def _trace(model: ModelConfig, policy: str, backend: Backend, length: int, has_segments: bool, num_rows: int) -> _Saved:
     """Returns the bytes that a layer saves for a sequence; with a pattern of attention, the mean of its layers.
 
     The residuals of a loop over layers are the arrays that it stacks for its backward pass.
     """
-    decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), partitioning=SingleDevice(platform)))
-    graph, params = nnx.split(decoder)
+    graph, params = _abstract_decoder(model, backend.platform)
 
     def linearized(params: Any, tokens_BT: jax.Array, segments_BT: jax.Array | None, positions_BT: jax.Array) -> Any:
         def forward(params: Any) -> jax.Array:
             decoder: Decoder = nnx.merge(graph, params)
+            decoder.config = dataclasses.replace(model, remat_policy=policy)
             return decoder(tokens_BT, segments_BT=segments_BT, positions_BT=positions_BT)[0]
 
         return jax.vjp(forward, params)
@@ -118,7 +124,7 @@ def _trace(model: ModelConfig, platform: str, length: int, has_segments: bool, l
     for value in body.outvars[num_carry:]:
         if value in activations:
             buffer = buffers.get(value, value)
-            size = _stored_bytes(value.aval, lanes)
+            size = _stored_bytes(value.aval, backend.lanes)
             # The compiler stores the smallest view.
             sizes[buffer] = min(size, sizes.get(buffer, size))
             if value.aval.ndim == 2 and value.aval.shape[0] == num_rows:

@@ -1,6 +1,6 @@
 """Computes the exact bytes of training state per device, from a config's shapes or from abstract arrays.
 
-A search over many layouts uses the config, which needs no tracing.
+A search over many layouts uses the config, because tracing the state of each layout would take too long.
 """
 
 from __future__ import annotations

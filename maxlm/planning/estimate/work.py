@@ -1,6 +1,6 @@
 """Estimates the work of one device in one step from the config: matrix products, memory traffic and transfers.
 
-Nothing is traced or compiled, so a search can evaluate thousands of layouts.
+The sizes of matrices come from the abstract model. Nothing is compiled, so a search can evaluate thousands of layouts.
 
 Letters: D width, F feed-forward, N query heads, K key/value heads, H head dim, V vocabulary, T sequence length.
 """
@@ -221,20 +221,16 @@ def _muon_flops(config: Config) -> float:
         return 0.0
     mesh = config.mesh
     parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    model, flops = config.model, 0.0
-    kinds = layer_stacks(model)
-    stacks = [(block_kernels(kind), kind.num_layers / mesh.stage) for kind in kinds]
-    if model.mtp_depth:
-        projection = Kernel(2 * model.dim, model.dim)
-        stacks.append(({**block_kernels(kinds[-1]), 'projection': projection}, model.mtp_depth))
-    for kernels, layers in stacks:
-        for name, kernel in kernels.items():
-            if name == 'router':
-                continue
-            narrow, wide = sorted((kernel.inputs, kernel.outputs))
-            # The experts of a layer are spread over devices, or the layers if there are no experts.
-            matrices = math.ceil(kernel.num / parts) * layers if kernel.is_of_experts else math.ceil(layers / parts)
-            flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3) * matrices
+    flops = 0.0
+    for weight in weights(config.model):
+        if weight.kind != 'matrix':
+            continue
+        narrow, wide = sorted(weight.matrix_shape)
+        layers = weight.shape[0] / mesh.stage
+        # The experts of a layer are spread over devices, or the layers if there are no experts.
+        experts = config.model.num_experts
+        matrices = math.ceil(experts / parts) * layers if weight.is_of_experts else math.ceil(layers / parts)
+        flops += ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3) * matrices
     return flops
 
 
