@@ -36,7 +36,9 @@ def hours(budget=1.0, **settings):
 
 
 def rates(config, progress, steps):
-    return np.asarray(scheduled_rates(config.optimizer, jax.tree.map(jnp.float32, progress), jnp.arange(300)))[list(steps)]
+    return np.asarray(scheduled_rates(config.optimizer, jax.tree.map(jnp.float32, progress), jnp.arange(300)))[
+        list(steps)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
