@@ -7,7 +7,8 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # Optimizer: adamw | muon (Muon on the matrices of the blocks, AdamW on all other parameters).
+    # Optimizer: adamw | muon (Muon on the matrices of the blocks, AdamW on all other parameters) | a function of your
+    # own, as module:function (docs/tutorials/optimizer.md).
     name: str = 'adamw'
     # Peak learning rate; for muon, that of the matrices.
     learning_rate: float = 3e-4
@@ -15,7 +16,8 @@ class OptimizerConfig:
     adam_learning_rate: float = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: float = 0.0
-    # Schedule after a linear warm-up from 0: cosine | linear | wsd (stable, then linear decay) | constant.
+    # Schedule after a linear warm-up from 0: cosine | linear | wsd (stable, then linear decay) | constant | a function
+    # of your own, as module:function, which returns the complete schedule (docs/tutorials/optimizer.md).
     schedule: str = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: float = 0.2
