@@ -20,7 +20,7 @@ def warnings_of(tmp_path, monkeypatch):
     def warnings_of(content, facts):
         warnings.clear()
         (tmp_path / EVENTS_FILE).write_text(content)
-        warn_of_changes(tmp_path, facts)
+        warn_of_changes(tmp_path, facts, deterministic=True)
         return [*warnings]
 
     return warnings_of
@@ -48,4 +48,4 @@ def test_foreign_and_damaged_events_are_ignored(warnings_of, content):
 
 
 def test_a_new_workdir_has_no_events(tmp_path):
-    warn_of_changes(tmp_path, STARTED)
+    warn_of_changes(tmp_path, STARTED, deterministic=True)
