@@ -97,9 +97,9 @@ def warn_of_changes(workdir: Path, facts: Mapping[str, Any], *, deterministic: b
         return
     if not starts:
         return
-    before = starts[-1].get('functions') or {}
+    before = starts[-1].get('functions')
     for name, checksum in facts['functions'].items():
-        if before.get(name, checksum) != checksum:
+        if isinstance(before, dict) and before.get(name, checksum) != checksum:
             logger.warning(f'{name}: the file of its module has changed since the last start')
     if deterministic and (changes := result_changes(starts[-1], facts)):
         logger.warning(
