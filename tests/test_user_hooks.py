@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import maxlm
 from maxlm.config.schema import UNDECIDED_STEPS
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.errors import InputError
+from maxlm.log import logger
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.decisions.schedule_change import schedule_change
 from maxlm.training.optimizers.schedule import Progress, make_schedule
@@ -36,8 +36,8 @@ def anchor(config, learning_rate, params):
 
     def update(grads, state, values):
         updates, after = adam.update(grads, state['adam'], values)
-        pulled = jax.tree.map(lambda update, start, value: update + 0.01 * (start - value), updates, state['start'], values)
-        return pulled, {'start': state['start'], 'adam': after}
+        pull = jax.tree.map(lambda start, value: 0.01 * (start - value), state['start'], values)
+        return optax.tree.add(updates, pull), {'start': state['start'], 'adam': after}
 
     adam = optax.adam(learning_rate)
     return optax.GradientTransformation(init, update)
@@ -46,6 +46,14 @@ def anchor(config, learning_rate, params):
 
 def losses(run):
     return [line['train/loss'] for line in run.metrics if 'train/loss' in line]
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """Returns a list to which the warnings of the test are added."""
+    found = []
+    monkeypatch.setattr(logger, 'warning', found.append)
+    return found
 
 
 @pytest.fixture
@@ -64,7 +72,7 @@ def test_the_code_of_the_optimizer_tutorial_runs(tmp_path, monkeypatch):
         exec(CHECK, {})
 
 
-def test_a_run_with_functions_of_the_user_resumes_bit_for_bit(config, tmp_path, monkeypatch, caplog):
+def test_a_run_with_functions_of_the_user_resumes_bit_for_bit(config, tmp_path, monkeypatch, warnings):
     name = write_module(tmp_path, monkeypatch, OPTIMIZERS)
     config = config.replace({'optimizer.name': f'{name}:lion', 'optimizer.schedule': f'{name}:restarts'})
     whole = maxlm.Trainer(config, workdir=tmp_path / 'whole').train()
@@ -72,9 +80,8 @@ def test_a_run_with_functions_of_the_user_resumes_bit_for_bit(config, tmp_path, 
     assert stopped.outcome == 'preempted'
     # The file of the module changes, but not its functions.
     (tmp_path / f'{name}.py').write_text(OPTIMIZERS + '\n# Edited.\n')
-    with caplog.at_level(logging.WARNING):
-        resumed = maxlm.Trainer(config, workdir=tmp_path / 'run').train()
-    assert f'{name}:lion: the file of its module has changed since the last start' in caplog.text
+    resumed = maxlm.Trainer(config, workdir=tmp_path / 'run').train()
+    assert f'{name}:lion: the file of its module has changed since the last start' in warnings
     assert losses(resumed) == losses(whole)
     final = [result.model(6).params for result in (whole, resumed)]
     jax.tree.map(np.testing.assert_array_equal, *final)
@@ -96,12 +103,11 @@ def test_state_that_contains_parameters_starts_from_a_checkpoint(config, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, found[6], jax.device_get(first.model(6).params))
 
 
-def test_an_ignored_learning_rate_is_reported(config, tmp_path, monkeypatch, caplog):
+def test_an_ignored_learning_rate_is_reported(config, tmp_path, monkeypatch, warnings):
     name = write_module(tmp_path, monkeypatch, OPTIMIZERS.replace('optax.lion(learning_rate', 'optax.lion(1e-3'))
     config = config.replace({'optimizer.name': f'{name}:lion', 'train.num_steps': 1})
-    with caplog.at_level(logging.WARNING):
-        maxlm.Trainer(config, workdir=tmp_path / 'run').train()
-    assert 'its updates do not use the argument learning_rate' in caplog.text
+    maxlm.Trainer(config, workdir=tmp_path / 'run').train()
+    assert any('its updates do not use the argument learning_rate' in text for text in warnings)
 
 
 def schedule_of(monkeypatch, directory, body, num_steps=100, progress=None, **settings):
@@ -134,7 +140,7 @@ def test_a_schedule_of_a_budget_is_stretched_over_it(tmp_path, monkeypatch):
         ('def make(config, num_steps): return 1e-3', 'returned float; it must return a schedule'),
         ('def make(config): return optax.constant_schedule(1.0)', r'must accept the arguments \(config, num_steps\)'),
         (
-            'def make(config, num_steps): return lambda step: step if step < 9 else 0',
+            'def make(config, num_steps): return lambda step: 1.0 if step < 9 else 0.0',
             'TracerBoolConversionError.*; fix',
         ),
         ('def make(config, num_steps): return lambda step: jnp.ones(3) * step', 'must return a float scalar'),
