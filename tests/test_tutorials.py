@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 from tests.documentation import code_blocks, command_lines, python_blocks
 
 # Pages whose commands run on a CPU, in an order in which each finds the files of the previous ones.
-PAGES = ('own-text', 'chat', 'fine-tune', 'loss', 'block')
+PAGES = ('own-text', 'chat', 'fine-tune', 'loss', 'optimizer', 'block')
 SMALL = ['--config.model.num_layers=2', '--config.model.dim=32', '--config.model.ffn_dim=64']
 # Options that shorten a run, appended to the options of the page.
 SHORT = ['--config.train.num_steps=2', '--config.optimizer.warmup_steps=1', '--config.eval.num_batches=1']
@@ -30,6 +30,7 @@ def directory(tmp_path, monkeypatch):
     (chats,) = code_blocks(page('chat'), 'json')
     (tmp_path / 'chats.jsonl').write_text(chats)
     (tmp_path / 'my_losses.py').write_text(python_blocks('docs/tutorials/loss.md')[0])
+    (tmp_path / 'my_optimizers.py').write_text(python_blocks('docs/tutorials/optimizer.md')[0])
     (tmp_path / 'my_blocks.py').write_text(python_blocks('docs/tutorials/block.md')[0])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

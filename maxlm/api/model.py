@@ -85,6 +85,16 @@ class Model:
         return self._model.step
 
     @property
+    def params(self) -> Params:
+        """Parameters: nested dict of arrays, those of blocks stacked over layers."""
+        return self._model.params
+
+    @property
+    def module(self) -> nnx.Module:
+        """Decoder, a Flax NNX module with the parameters: `hidden, _, _ = module(tokens)` for tokens [B, T]."""
+        return self._decoder(self.params)
+
+    @property
     def special_tokens(self) -> dict[str, Any]:
         """Tokens at the beginning and the end of a text, and the files and keys that name them."""
         return self.tokenizer.boundary_names
@@ -210,12 +220,15 @@ class Model:
         return np.asarray(logits[: ids.size, : model.vocab_size])
 
     def _forward(self, params: Params, tokens_T: jax.Array, length: jax.Array) -> jax.Array:
-        graph, _ = nnx.split(abstract_model(self.config, self._model.layout))
-        decoder: Any = nnx.merge(graph, params)
+        decoder = self._decoder(params)
         hidden_BTD, _, _ = decoder(tokens_T[None, :], length_B=length[None])
         kernel_DV = decoder.output_kernel().astype(hidden_BTD.dtype)
         logits_TV = jnp.dot(hidden_BTD[0], kernel_DV, preferred_element_type=jnp.float32)
         return without_padding(softcap(logits_TV, self.config.model.logit_softcap), self.config.model.vocab_size)
+
+    def _decoder(self, params: Params) -> Any:
+        graph, _ = nnx.split(abstract_model(self.config, self._model.layout))
+        return nnx.merge(graph, params)
 
     def loss(self, text: str) -> float:
         """Returns the mean cross-entropy of the tokens of a text, in nats per token.

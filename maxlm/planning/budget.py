@@ -14,10 +14,8 @@ from maxlm.hardware.chips import Chip
 from maxlm.hardware.prices import price_per_hour
 from maxlm.planning.chinchilla import BESIROGLU, FLOPS_PER_PARAMETER_TOKEN, Allocation, Law, compute_optimal
 from maxlm.planning.cost import DEFAULT_TERMS, PricingTerms, estimate_step_cost, tokens_for
+from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.scaling import SizePoint
-
-# Bytes of a checkpoint per parameter: the float32 parameter and two moments. Affects only the time of a save.
-CHECKPOINT_BYTES = {'float32': 12, 'bfloat16': 8, 'int8': 6}
 
 
 class BudgetRow(NamedTuple):
@@ -87,7 +85,7 @@ def plan_budget(
     for config, row in points:
         if row.refusal:
             continue
-        state_bytes = row.parameters * CHECKPOINT_BYTES[config.optimizer.moment_dtype]
+        state_bytes = checkpoint_bytes(config)
         step_cost = estimate_step_cost(
             config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms
         )

@@ -154,6 +154,7 @@ METRICS: dict[str, Metric] = {
     'perf/checkpoint_blocked_seconds': Metric('s', 'time for which saves blocked training since the previous line'),
     'perf/compile_seconds': Metric('s', 'time spent compiling programs for later steps since the previous line'),
     'perf/rollout_seconds': Metric('s', 'GRPO: time spent generating and scoring responses since the previous line'),
+    'perf/callback_seconds': Metric('s', 'time spent in callbacks that read the state since the previous line'),
     'perf/profile_seconds': Metric('s', 'time spent starting and stopping the profiler since the previous line'),
     'perf/replay_seconds': Metric('s', 'time spent computing steps again since the previous line'),
     'perf/mfu': Metric('', 'model FLOPs utilization, counting causal attention'),

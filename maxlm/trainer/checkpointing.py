@@ -99,7 +99,7 @@ class RunCheckpoints:
                 self._report('schedule', text, step, old_learning_rate=old_rate, learning_rate=rate)
         return decisions
 
-    def _report(self, kind: str, text: str, step: int, **extra: float) -> None:
+    def _report(self, kind: str, text: str, step: int, **extra: float | None) -> None:
         logger.info(text)
         self._recorder.record_event(kind, text, step=step, **extra)
 

@@ -11,6 +11,7 @@ import jax
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.config.user_function import is_function_name
 from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
 from maxlm.hardware.identity import identify, summary
@@ -34,6 +35,7 @@ from maxlm.trainer.summary import headline, log_start, start_facts, warn_of_chan
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import RunControl, apply_control
 from maxlm.training.flops import step_flops
+from maxlm.training.state import ignores_schedule
 
 
 class Services(NamedTuple):
@@ -76,8 +78,8 @@ def open_services(
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
     facts = start_facts(prepared, source, peak, recorder.price, gather_identities())
-    if config.train.deterministic and jax.process_index() == 0:
-        warn_of_changes(context.workdir, facts)
+    if jax.process_index() == 0:
+        warn_of_changes(context.workdir, facts, deterministic=config.train.deterministic)
     recorder.record_event('started', headline(config), **facts)
     if compiled := prepared.forecast.compiled:
         recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)
@@ -153,6 +155,11 @@ def make_loop_components(
         is_training=lambda: throughput.steps > 0 and recorder.timeline.is_training,
     )
     trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt, on_reading=alerts.on_reading)
+    if is_function_name(config.optimizer.name) and ignores_schedule(config, prepared.layout):
+        logger.warning(
+            f'optimizer.name={config.optimizer.name}: its updates do not use the argument learning_rate, so '
+            'optimizer.schedule and guard.rollback_lr_factor have no effect, and train/learning_rate is not its rate'
+        )
     log_start(config, prepared.forecast, peak=services.peak, price=recorder.price)
     show_bar = config.metrics.progress_bar and jax.process_index() == 0
     # Without a terminal, the log lines show the progress.

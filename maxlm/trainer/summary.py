@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
+from maxlm.config.user_function import is_function_name, module_checksum
 from maxlm.errors import InputError
 from maxlm.formatting import format_duration
 from maxlm.hardware.chips import Peak
@@ -72,21 +73,35 @@ def start_facts(
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
         'dataset': {**source.fingerprint(config), 'sources': source.source_descriptions()},
+        'functions': _functions(config),
     }
 
 
-def warn_of_changes(workdir: Path, facts: Mapping[str, Any]) -> None:
-    """Logs a warning if other versions or devices computed the earlier steps of a deterministic run.
+def _functions(config: Config) -> dict[str, str]:
+    """Returns the SHA-256 of the module of each function of the user that computes the step, by name."""
+    names = (config.model.block, config.train.loss, config.optimizer.name, config.optimizer.schedule)
+    return {name: module_checksum(name) for name in names if is_function_name(name)}
+
+
+def warn_of_changes(workdir: Path, facts: Mapping[str, Any], *, deterministic: bool) -> None:
+    """Logs a warning if functions of the user have changed, or if others computed a deterministic run until now.
 
     Args:
         workdir: directory of the run. An unreadable event log is ignored.
         facts: result of `start_facts`.
+        deterministic: `train.deterministic`: also compare versions and devices.
     """
     try:
         starts = [event for event in read_events(workdir).lines if event.get('kind') == 'started']
     except (InputError, OSError):
         return
-    if starts and (changes := result_changes(starts[-1], facts)):
+    if not starts:
+        return
+    before = starts[-1].get('functions')
+    for name, checksum in facts['functions'].items():
+        if isinstance(before, dict) and before.get(name, checksum) != checksum:
+            logger.warning(f'{name}: the file of its module has changed since the last start')
+    if deterministic and (changes := result_changes(starts[-1], facts)):
         logger.warning(
             f'train.deterministic: {", ".join(changes)} since the last start, so the next losses are not bit for bit '
             'those of a run without interruption; start with the earlier versions and devices if they must be'

@@ -8,7 +8,12 @@ from maxlm.log import logger
 from maxlm.trainer.summary import warn_of_changes
 from maxlm.workdir.files import EVENTS_FILE
 
-STARTED = {'kind': 'started', 'versions': {'jaxlib': '0.10.2'}, 'devices': {'kind': 'NVIDIA H100', 'count': 8}}
+STARTED = {
+    'kind': 'started',
+    'versions': {'jaxlib': '0.10.2'},
+    'devices': {'kind': 'NVIDIA H100', 'count': 8},
+    'functions': {'my_losses:focal': '12ab'},
+}
 
 
 @pytest.fixture
@@ -20,7 +25,7 @@ def warnings_of(tmp_path, monkeypatch):
     def warnings_of(content, facts):
         warnings.clear()
         (tmp_path / EVENTS_FILE).write_text(content)
-        warn_of_changes(tmp_path, facts)
+        warn_of_changes(tmp_path, facts, deterministic=True)
         return [*warnings]
 
     return warnings_of
@@ -40,12 +45,28 @@ def test_a_change_since_the_last_start_is_named(warnings_of):
     assert warnings_of(lines(STARTED, newer, saved), newer) == []
 
 
+def test_a_changed_function_of_the_user_is_named(warnings_of):
+    edited = {**STARTED, 'functions': {'my_losses:focal': '34cd'}}
+    (warning,) = warnings_of(lines(STARTED), edited)
+    assert warning == 'my_losses:focal: the file of its module has changed since the last start'
+    # Another function, or none before, is a change of the config.
+    assert warnings_of(lines(STARTED), {**STARTED, 'functions': {'my_losses:other': '34cd'}}) == []
+    assert warnings_of(lines({'kind': 'started'}), edited) == []
+
+
 @pytest.mark.parametrize(
-    'content', ['', 'no JSON\nno JSON\n', '[]\n[]\n', lines({'kind': 'started', 'versions': 7}), lines({'step': 1})]
+    'content',
+    [
+        '',
+        'no JSON\nno JSON\n',
+        '[]\n[]\n',
+        lines({'kind': 'started', 'versions': 7, 'functions': 7}),
+        lines({'step': 1}),
+    ],
 )
 def test_foreign_and_damaged_events_are_ignored(warnings_of, content):
     assert warnings_of(content, STARTED) == []
 
 
 def test_a_new_workdir_has_no_events(tmp_path):
-    warn_of_changes(tmp_path, STARTED)
+    warn_of_changes(tmp_path, STARTED, deterministic=True)

@@ -14,7 +14,8 @@ LearningRate = Annotated[float, Range(0, 100)]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # Optimizer. muon: Muon on the matrices of the blocks, AdamW on all other parameters.
+    # Optimizer. muon: Muon on the matrices of the blocks, AdamW on all other parameters; or a function of your own
+    # (docs/tutorials/optimizer.md).
     name: Literal['adamw', 'muon'] | FunctionName = 'adamw'
     # Peak learning rate; for muon, that of the matrices.
     learning_rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
@@ -22,7 +23,8 @@ class OptimizerConfig:
     adam_learning_rate: LearningRate = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: LearningRate = 0.0
-    # Schedule after a linear warm-up from 0. wsd: stable, then linear decay.
+    # Schedule after a linear warm-up from 0. wsd: stable, then linear decay. A function of your own returns the complete
+    # schedule (docs/tutorials/optimizer.md).
     schedule: Literal['cosine', 'linear', 'wsd', 'constant'] | FunctionName = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: Annotated[FractionAbove0, Renamed('decay_fraction')] = 0.2

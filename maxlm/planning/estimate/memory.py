@@ -374,8 +374,8 @@ def _scores_at_once(config: Config) -> int:
 
 
 def _update(config: Config, gradient: int) -> int:
-    """Returns the bytes of temporary arrays in the update: AdamW is one fused pass; Muon stores its directions."""
-    return gradient if config.optimizer.name == 'muon' else 0
+    """Returns the bytes of temporary arrays in the update: AdamW is one fused pass; others store their directions."""
+    return 0 if config.optimizer.name == 'adamw' else gradient
 
 
 def _batch(config: Config) -> int:

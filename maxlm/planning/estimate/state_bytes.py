@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from maxlm.config.schema import Config, MeshConfig
+from maxlm.config.user_function import is_function_name
 from maxlm.model.layers.weight_only_quantization import (
     CODE_DTYPES,
     CODES,
@@ -26,7 +27,9 @@ from maxlm.model.parameters import Weight, weights
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
 from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
+from maxlm.training.optimizers.state_placement import state_axes, user_state_arrays
 from maxlm.training.optimizers.trainable import is_trained
+from maxlm.training.optimizers.user_optimizer import Parameter
 from maxlm.training.reference import has_reference_params, reference_config, stored_dtype
 from maxlm.training.state import TrainState
 
@@ -79,12 +82,14 @@ def replay_bytes(config: Config) -> StateBytes:
 
 
 def planned_state_bytes(config: Config, *, with_reference: bool = True) -> StateBytes:
-    """Returns the bytes of a resolved config's state from its shapes, without counters (a few bytes)."""
+    """Returns the bytes of a resolved config's state from its shapes, without counters of maxlm (a few bytes)."""
     params = moments = reference = 0
     for weight in weights(config.model):
         params += stored_bytes(config, weight, zero=3)
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
+    if is_function_name(config.optimizer.name):
+        moments += _user_bytes(config, None)
     if with_reference and has_reference_params(config):
         other = reference_config(config)
         reference = sum(
@@ -159,6 +164,8 @@ def _num_shards(config: Config, axis: str, zero: int) -> int:
 def moment_bytes(config: Config, weight: Weight) -> int:
     """Returns the bytes of a weight's optimizer state on one device."""
     optimizer = config.optimizer
+    if is_function_name(optimizer.name):
+        return _user_bytes(config, weight)
     # Muon has one moment for the matrices of the blocks, Adam two for every parameter.
     by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'
     stored = optimizer.moment_dtype
@@ -170,6 +177,23 @@ def moment_bytes(config: Config, weight: Weight) -> int:
     else:
         each = one * (4 if stored == 'float32' else 2)
     return each if by_muon else 2 * each
+
+
+def _user_bytes(config: Config, weight: Weight | None) -> int:
+    """Returns the bytes of state of an optimizer of the user on one device, of a weight or of no weight."""
+    trained = [each for each in weights(config.model) if is_trained(config, each.name)]
+    float32 = np.dtype(np.float32)
+    params = tuple(Parameter(each.name, each.shape, float32, each.axes, each.kind) for each in trained)
+    total = 0
+    for array in user_state_arrays(config.optimizer, params).get(weight.name if weight else '', ()):
+        if weight and array.shape == weight.shape:
+            size = shard_size(config, weight, zero=3)
+        else:
+            param = params[trained.index(weight)] if weight else None
+            axes = state_axes(array.shape, param, lambda axis: _num_shards(config, axis, 3))
+            size = math.prod(array.shape) // math.prod(_num_shards(config, axis, 3) for axis in axes)
+        total += size * array.dtype.itemsize
+    return total
 
 
 def _scale_bytes(config: Config, weight: Weight) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.config.user_function import is_function_name
 from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
@@ -27,6 +28,7 @@ from maxlm.planning.estimate.experts import (
     rows_per_token,
     whole_parameters,
 )
+from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.flops import (
     CUDNN_KERNELS,
@@ -345,6 +347,8 @@ def update_bytes(config: Config) -> float:
     # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
     per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
     moments = model_parameters(model) * 2 * moment
+    if is_function_name(optimizer.name):
+        moments = 2 * planned_state_bytes(config).moments * parts
     orthogonal = 0.0
     if optimizer.name == 'muon':
         moments -= matrices * moment

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.config.serialization import flatten
+from maxlm.errors import InputError
 from maxlm.training.decisions.run_control import RunControl, with_rates
 from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.optimizers.schedule import Progress, make_schedule
@@ -20,8 +23,10 @@ SCHEDULE_KEYS = (
 
 def schedule_change(
     old: Config, config: Config, *, before: RunControl, now: RunControl, step: int, skipped: int
-) -> tuple[str, float, float] | None:
+) -> tuple[str, float | None, float] | None:
     """Returns a log line if a config changes the schedule of a run, and both learning rates.
+
+    The first rate is None if a function of the user computed it and no longer exists.
 
     Args:
         old: resolved config of the previous attempt.
@@ -38,11 +43,11 @@ def schedule_change(
     changes = [f'{key} was {one} and is {two}' for key, (one, two) in values.items() if one != two]
     if not changes:
         return None
-    first, second = (
-        learning_rate(each, decisions, step, skipped) for each, decisions in ((old, before), (config, now))
-    )
-    text = f'{"; ".join(changes)}: the learning rate of step {step + 1} was {first:.3g} and is {second:.3g}'
-    return text, first, second
+    first, second = None, learning_rate(config, now, step, skipped)
+    with contextlib.suppress(InputError):
+        first = learning_rate(old, before, step, skipped)
+    was = '' if first is None else f'was {first:.3g} and '
+    return f'{"; ".join(changes)}: the learning rate of step {step + 1} {was}is {second:.3g}', first, second
 
 
 def learning_rate(config: Config, decisions: RunControl, step: int, skipped: int) -> float:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import NamedSharding
 
+from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, Layout
 from maxlm.training.optimizers.quantized_moments import Blocks, place_moment
-from maxlm.training.optimizers.user_optimizer import Parameter
+from maxlm.training.optimizers.user_optimizer import Parameter, check_optimizer, user_optimizer
 
 # Logical axis that no mesh axis shards.
 UNSHARDED = 'norm'
@@ -85,6 +89,30 @@ def state_axes(shape: Sequence[int], param: Parameter | None, num_shards: Callab
         if free:
             axes[max(free, key=lambda i: shape[i])] = saving
     return tuple(axes)
+
+
+@functools.lru_cache(maxsize=64)
+def user_state_arrays(config: OptimizerConfig, params: tuple[Parameter, ...]) -> dict[str, list[Any]]:
+    """Returns shapes and dtypes of the state of an optimizer of the user, by the name of their parameter or ''.
+
+    Args:
+        config: section `optimizer` of the config.
+        params: the trainable parameters.
+    """
+    tree: dict[str, Any] = {}
+    for param in params:
+        *modules, name = param.name.split('.')
+        node = tree
+        for module in modules:
+            node = node.setdefault(module, {})
+        node[name] = param
+    optimizer = user_optimizer(config, optax.constant_schedule(config.learning_rate), tree)
+    abstract = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), tree)
+    state = check_optimizer(optimizer, abstract, name=config.name)
+    names, arrays = {tuple(param.name.split('.')) for param in params}, defaultdict(list)
+    for path, leaf in jax.tree.leaves_with_path(state):
+        arrays['.'.join(owner_of(path, names) or ())].append(leaf)
+    return arrays
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
