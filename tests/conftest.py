@@ -51,6 +51,8 @@ ROOT = Path(__file__).parent.parent
 log.LINE_SECONDS = math.inf
 # Fixtures that start a browser or a bucket emulator on loopback.
 MARK_OF_FIXTURE = {'browser': 'browser', 'gcs': 'network_emulator', 's3': 'network_emulator'}
+# Marks of tests that start other processes.
+COSTLY_MARKS = ('multiprocess', 'browser', 'network_emulator', 'gpu')
 # A worker that uses more memory clears JAX's caches after the current module.
 CLEAR_CACHES_BYTES = 1.25 * 2**30
 # Hypothesis tests run the same few examples in each session; `launch/test.sh --nightly` runs many random examples.
@@ -86,14 +88,16 @@ def pytest_runtest_protocol(item):
 def pytest_collection_modifyitems(config, items):
     durations = Durations.load()
     for item in items:
-        if durations.is_slow(item.nodeid):
-            item.add_marker('slow')
         if item.path.suffix == '.ipynb':
             item.add_marker(pytest.mark.timeout(NOTEBOOK_SECONDS))
-            continue
+        fixtures = getattr(item, 'fixturenames', ())
         for fixture, mark in MARK_OF_FIXTURE.items():
-            if fixture in item.fixturenames:
+            if fixture in fixtures:
                 item.add_marker(mark)
+        # Until a new file is measured, its tests that train or start processes count as slow.
+        is_costly = 'shared_steps' in fixtures or any(map(item.get_closest_marker, COSTLY_MARKS))
+        if durations.is_slow(item.nodeid) or (is_costly and not durations.is_measured(item.nodeid)):
+            item.add_marker('slow')
     if hasattr(config, 'workerinput'):
         # The longest files run first, so that the workers finish at about the same time.
         items.sort(key=lambda item: durations.seconds_of_file(item.nodeid), reverse=True)

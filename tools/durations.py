@@ -48,6 +48,10 @@ class Durations:
     def is_slow(self, nodeid: str) -> bool:
         return nodeid in self.slow
 
+    def is_measured(self, nodeid: str) -> bool:
+        """Returns True if the file that contains a test was measured."""
+        return nodeid.partition('::')[0] in self.files
+
     def seconds_of_file(self, nodeid: str) -> float:
         """Returns the seconds of the file that contains a test; infinity if the file was not measured."""
         return self.files.get(nodeid.partition('::')[0], float('inf'))

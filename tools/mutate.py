@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.affected_tests import ROOT, affected, dependencies
+from tools.test_map import TestMap
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -154,8 +155,13 @@ def sample(root: Path, count: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-def check(copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: str) -> str:
+def check(
+    copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: str, recorded: TestMap | None = None
+) -> str:
     """Runs the tests on a mutant in a copy of the checkout.
+
+    Tests that execute the mutated function according to `recorded`, or without it the package's own tests, run first,
+    since one failure decides.
 
     Returns:
         `fast` if the fast tier fails, `changed` if the slow tests fail, `survived` if all tests pass.
@@ -164,11 +170,11 @@ def check(copy_of: Path, mutant: Mutant, graph: dict[str, set[str]], processes: 
     original = path.read_text(encoding='utf-8')
     dependents = affected(graph, [mutant.file])
     package = Path(mutant.file).parts[1].removesuffix('.py')
-    own = [file for file in dependents if package in file]
-    # The package's own tests run first, since one failure decides.
-    groups = [group for group in (own, sorted({*dependents} - {*own})) if group]
     path.write_text(mutant.applied_to(original), encoding='utf-8')
     try:
+        executing = recorded.selected(copy_of, [mutant.file]) if recorded else set()
+        own = sorted(executing) or [file for file in dependents if package in file]
+        groups = [group for group in (own, sorted({*dependents} - {*own})) if group]
         if any(_fails(copy_of, ['-m', 'not slow and not nightly', *group], processes) for group in groups):
             return 'fast'
         if any(_fails(copy_of, ['-m', 'slow and not nightly', *group], processes) for group in groups):
@@ -202,14 +208,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / 'checkout'
         shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns('.git', '.venv', '*_cache'))
-        graph = dependencies(ROOT)
+        graph, recorded = dependencies(ROOT), TestMap.load()
         for number, mutant in enumerate(chosen, start=1):
             line = f'{number:3} {mutant}'
             if options.list:
                 print(line)
                 continue
             began = time.monotonic()
-            outcome = check(copied, mutant, graph, options.processes)
+            outcome = check(copied, mutant, graph, options.processes, recorded)
             print(f'{line}\n      {outcome} ({time.monotonic() - began:.0f} s)', flush=True)
             results.append({**dataclasses.asdict(mutant), 'outcome': outcome})
     if options.output:

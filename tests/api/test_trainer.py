@@ -9,6 +9,8 @@ from maxlm.api.trainer import TrainingFailedError
 from maxlm.errors import InputError
 from tests.cli.runs.test_train import SMALL, curve, run
 
+pytestmark = pytest.mark.usefixtures('shared_steps')
+
 STEPS = 6
 
 

@@ -12,7 +12,6 @@ from tests.huggingface.transformers_models import CASES, from_maxlm, make_model,
 from tests.model.transformers_logits import BATCH, LENGTH, their_logits
 from tests.parameters import first_state
 from tests.small import small_config, small_layout
-from tests.training.test_layouts import QUICK
 
 STEPPED = [
     'gpt2',
@@ -86,7 +85,7 @@ def test_loss_and_a_step_of_adamw_agree(name):
     state = first_state(config, layout)
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
     state = state._replace(params=params)
-    state, metrics = jax.jit(make_train_step(config, layout), compiler_options=QUICK)(state, layout.put_batch(BATCH, 3))
+    state, metrics = jax.jit(make_train_step(config, layout))(state, layout.put_batch(BATCH, 3))
 
     loss, theirs = their_step(model, BATCH, model_config)
     assert float(metrics['loss']) == pytest.approx(loss, abs=1e-5)

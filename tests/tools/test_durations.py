@@ -17,3 +17,5 @@ def test_a_test_that_is_slow_in_either_measurement_is_slow():
     # The order of files follows the durations of all tests; new files come first.
     assert both.seconds_of_file('tests/test_a.py::third') == 3.2
     assert both.seconds_of_file('tests/test_b.py::first') == float('inf')
+    assert both.is_measured('tests/test_a.py::third')
+    assert not both.is_measured('tests/test_b.py::first')

@@ -16,7 +16,6 @@ from maxlm.training.objectives import make_objective
 from maxlm.training.state import abstract_state, init_state
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout, small_state
-from tests.training.test_layouts import QUICK
 
 STUDENT = {'model__family': 'llama', 'model__num_layers': 1, 'model__dim': 16, 'model__num_heads': 2}
 LARGE = {'model__family': 'gpt2', 'model__num_layers': 2, 'model__dim': 32, 'model__dtype': 'bfloat16'}
@@ -40,7 +39,7 @@ def state_of(config, layout):
 
 def train(config, steps=2):
     layout = small_layout(config)
-    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state, batch = state_of(config, layout), layout.put_batch(small_batch(config), config.train.global_batch_size)
     history = []
     for _ in range(steps):
@@ -134,7 +133,7 @@ def train_on_stored(config, steps=2):
     ids = np.argsort(rng.random((*shape[:2], 61)))[..., : shape[2]].astype(np.int32)
     log_probs = np.log(rng.dirichlet(np.ones(6), shape[:2])[..., : shape[2]]).astype(np.float32)
     batch |= {'teacher_ids': ids, 'teacher_log_probs': log_probs}
-    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state, placed = small_state(config, layout), layout.put_batch(batch, config.train.global_batch_size)
     history = []
     for _ in range(steps):

@@ -19,8 +19,6 @@ from maxlm.training.step import make_train_step
 from tests.small import LATENT, small_batch, small_config, small_layout, small_state
 
 STEPS = 5
-# Compilation dominates the duration of these tests.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 # Four layers, four heads, a vocabulary that divides over devices, and 16 rows of two or three documents.
 COMMON = {
     'model__vocab_size': 64,
@@ -150,7 +148,7 @@ def on_one_device(settings):
 def train(config):
     """Returns the first moments after one step, and losses and norms of all steps."""
     layout = small_layout(config)
-    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state, history, moments = small_state(config, layout), [], {}
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     for _ in range(STEPS):

@@ -14,8 +14,6 @@ from maxlm.training.state import abstract_model, param_shardings
 from tests.adapters import adapter_arrays, with_arrays
 from tests.small import small_batch, small_config, small_layout
 
-# Compilation dominates the duration of these tests.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 # The rank does not divide over the devices.
 COMMON = {
     'model__family': 'llama',
@@ -61,7 +59,7 @@ def results(**settings):
         )
         return (jnp.sin(x_BTD) * jnp.float32(weights[:, order])).sum(), x_BTD
 
-    run = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+    run = jax.jit(jax.grad(loss, has_aux=True))
     gradients, x_BTD = jax.device_get(run(params))
     return x_BTD[:, np.argsort(order)], gradients
 

@@ -13,7 +13,6 @@ from maxlm.training.objectives import make_objective
 from maxlm.training.state import abstract_model, abstract_state, init_state
 from maxlm.training.step import make_eval_step
 from tests.small import small_batch, small_config, small_layout, small_state
-from tests.training.test_layouts import QUICK
 
 MODEL = {'model__family': 'llama', 'model__num_layers': 1, 'model__mtp_depth': 2}
 CONFIG = small_config(**MODEL)
@@ -107,7 +106,7 @@ def test_one_module_has_one_metric():
 
 def train(config, steps=2):
     layout = small_layout(config)
-    step = compile_train_step(config, layout, abstract_state(config, layout), options=QUICK).step
+    step = compile_train_step(config, layout, abstract_state(config, layout)).step
     state, batch = small_state(config, layout), layout.put_batch(small_batch(config), config.train.global_batch_size)
     history = []
     for _ in range(steps):

@@ -17,8 +17,6 @@ from tests.parameters import random_params
 from tests.quantized_kernels import dequantized, quantized
 from tests.small import EXPERTS, LATENT, small_batch, small_config, small_layout
 
-# Compilation dominates the duration of these tests.
-QUICK = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 LORA = {'model__family': 'llama', 'model__num_kv_heads': 2, 'model__lora_rank': 3, 'train__init_from': 'runs/base'}
 LORA |= {'model__vocab_size': 64}
 
@@ -41,7 +39,7 @@ def gradients_of(config, params, num_devices=1):
     values = jax.tree.map(lambda value, leaf: jax.device_put(value, leaf.sharding), params, abstract.params)
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)._replace(params=values)
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
-    run = jax.jit(make_gradients(config, layout), compiler_options=QUICK)
+    run = jax.jit(make_gradients(config, layout))
     (losses, *_), gradients = run(state, batch, jax.random.key(0), None)
     return float(jnp.sum(losses)), jax.device_get(gradients)
 
