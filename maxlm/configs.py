@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from maxlm.config.config_files import shipped_configs
-from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command
+from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, nearest, run_command
 from maxlm.hints import print_next
 
 

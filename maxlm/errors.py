@@ -10,7 +10,7 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -156,6 +156,17 @@ def text_argument(value: str) -> str:
         byte = len(os.fsencode(value[:place]))
         raise argparse.ArgumentTypeError(f'byte {byte} of the value is not UTF-8; use UTF-8 text')
     return value
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """Returns the end of an error message: the closest option, or all options if none is close."""
+    import difflib  # only needed for errors
+
+    options = list(options)
+    closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if closest:
+        return f'did you mean {closest[0]!r}?'
+    return f'available: {", ".join(options)}' if options else 'none available'
 
 
 def os_message(error: OSError) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import EXIT_DONE, ArgumentParser, InputError, run_command, text_argument
 from maxlm.hints import print_next
 from maxlm.runtime.malloc import disable_malloc_trim

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from maxlm.config.sections.model import QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.errors import ArgumentParser, InputError, run_command
 from maxlm.storage.paths import ANY, Kind, PathOption
 

@@ -21,8 +21,7 @@ from maxlm.config.config_files import split_overrides
 from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
-from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, run_command
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, nearest, run_command
 from maxlm.hints import HINTS, print_next
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.supervision.restarts import Policy, find_option, find_workdir

@@ -12,7 +12,7 @@ import sys
 from urllib.parse import urlsplit
 
 from maxlm.commands.api_key import API_KEY, read_api_key
-from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import ArgumentParser, InputError, run_command
 from maxlm.runtime.malloc import disable_malloc_trim
 from maxlm.storage.paths import ANY, Kind, PathOption

@@ -7,8 +7,8 @@ import pytest
 
 from maxlm import plan, train
 from maxlm.config.keys import current_config, declared_keys
-from maxlm.config.loading import default, from_json, load
-from maxlm.config.serialization import to_json
+from maxlm.config.loading import default, load
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import EXIT_DONE, ArgumentParser, exit_code
 from maxlm.renames import (
     METRIC_PREFIXES,

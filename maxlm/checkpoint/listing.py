@@ -7,8 +7,8 @@ from typing import NamedTuple
 from maxlm.checkpoint.drop_optimizer import OPTIMIZER
 from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.restore import VALIDATION_LOSS
-from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
+from maxlm.config.serialization import from_json
 from maxlm.errors import InputError
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk

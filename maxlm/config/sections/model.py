@@ -7,15 +7,11 @@ from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import Choices, FunctionName, Renamed
 from maxlm.config.sections.families import FAMILIES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.sections.ranges import INT32, Epsilon, FractionAbove0, FractionBelow1, Range
 
 # Default of an architecture key: the model family sets it unless the config does.
 FAMILY: Any = None
-# Formats of quantized weights, and by default the number of inputs that share a scale; 0 means all. The 16 values of
-# int4 need smaller groups.
-QUANTIZATION_GROUPS = {'int8': 0, 'int4': 32, 'fp8': 0}
-# Dtypes of the key-value cache in inference; `model` is model.dtype.
-KV_CACHE_DTYPES = ('model', 'int8')
 Dtype = Literal['bfloat16', 'float16', 'float32']
 # Dimensions of a head or of a latent of attention.
 Width = Annotated[int, Range(0, 2**16)]
