@@ -6,7 +6,7 @@ import errno
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 EXIT_DONE = 0
 # The run itself failed, e.g. its loss is not finite.
@@ -87,6 +87,17 @@ def surrogate_in(text: str) -> int:
     except UnicodeEncodeError as error:
         return error.start
     return -1
+
+
+def nearest(word: str, options: Iterable[str]) -> str:
+    """Returns the end of an error message: the closest option, or all options if none is close."""
+    import difflib  # only needed for errors
+
+    options = list(options)
+    closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if closest:
+        return f'did you mean {closest[0]!r}?'
+    return f'available: {", ".join(options)}' if options else 'none available'
 
 
 def os_message(error: OSError) -> str:

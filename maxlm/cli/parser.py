@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from maxlm.config.renames import OPTIONS, report_renamed
-from maxlm.config.sections.model import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
 from maxlm.errors import InputError, surrogate_in
 from maxlm.storage.paths import ANY, Kind, PathOption
 

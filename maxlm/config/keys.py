@@ -10,14 +10,14 @@ import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from maxlm.config.schema import AUTO, SECTIONS, Config
 from maxlm.config.sections.declaration import Choices, Form, Renamed, ValueBefore
 from maxlm.config.sections.ranges import Range, show_number
 from maxlm.config.user_function import is_function_name
-from maxlm.errors import InputError
+from maxlm.errors import InputError, nearest
 from maxlm.storage.paths import ANY, PathOption, check_key
 
 _EXAMPLES: dict[type, str] = {
@@ -31,8 +31,7 @@ _WORDS = {'true': True, '1': True, 'yes': True, 'false': False, '0': False, 'no'
 _Marker = TypeVar('_Marker')
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """Declaration of a config key.
 
     Attributes:
@@ -51,12 +50,12 @@ class Key:
     name: str
     kind: type
     default: Any
-    choices: tuple[Any, ...] = ()
-    range: Range | None = None
-    path: PathOption | None = None
-    forms: frozenset[Form] = frozenset()
-    renamed: Mapping[str, Renamed] = dataclasses.field(default_factory=dict)
-    value_before: ValueBefore | None = None
+    choices: tuple[Any, ...]
+    range: Range | None
+    path: PathOption | None
+    forms: frozenset[Form]
+    renamed: Mapping[str, Renamed]
+    value_before: ValueBefore | None
 
     def __str__(self) -> str:
         return f'{self.section}.{self.name}'
@@ -147,8 +146,27 @@ def declared_keys() -> Mapping[str, Key]:
 
 
 def section_keys(section: str) -> Mapping[str, Key]:
-    """Returns the declarations of the keys of a section by name."""
+    """Returns the declarations of the keys of a section by name. Raises InputError if there is no such section."""
+    if section not in SECTIONS:
+        raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
     return _read_section(section, SECTIONS[section])
+
+
+def find_keys(section: str, names: Collection[str]) -> dict[str, Key]:
+    """Returns the declarations of some keys of a section by name. Raises InputError if one does not exist."""
+    keys = section_keys(section)
+    for name in names:
+        if name not in keys:
+            elsewhere = [f'{other}.{name}' for other in SECTIONS if name in section_keys(other)]
+            hint = f'did you mean {elsewhere[0]!r}?' if elsewhere else nearest(name, keys)
+            raise InputError(f'config key {section}.{name} does not exist; {hint}')
+    return {name: keys[name] for name in names}
+
+
+def check_values(config: Config) -> None:
+    """Checks each value alone. Raises InputError."""
+    for key in declared_keys().values():
+        key.check(key.of(config))
 
 
 def current_key(name: str, value: Any = None) -> tuple[str, Any]:

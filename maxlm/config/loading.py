@@ -17,17 +17,15 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.config_files import find_config, shipped_configs
-from maxlm.config.keys import Key, current_config, current_key, declared_keys, section_keys
+from maxlm.config.keys import Key, current_key, declared_keys, find_keys, section_keys
 from maxlm.config.renames import report_renamed
 from maxlm.config.schema import SECTIONS, Config, ModelConfig
 from maxlm.config.sections.declaration import Form
-from maxlm.config.sections.families import FAMILIES
 from maxlm.config.sections.model import FAMILY
-from maxlm.config.serialization import HIDDEN, is_secret, to_json
-from maxlm.config.validation import EXCLUSIVE, check_paths, check_values, nearest, validate
+from maxlm.config.serialization import HIDDEN, is_secret, make_config, read_json, to_json
+from maxlm.config.validation import EXCLUSIVE, check_paths, validate
 from maxlm.config.validation_rl import with_grpo_defaults
-from maxlm.errors import InputError, os_message
-from maxlm.storage.json_text import parse_json
+from maxlm.errors import InputError, nearest, os_message
 from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
 
 # The keys of each group are alternative ways to set one quantity.
@@ -122,31 +120,12 @@ def build(values: ConfigDict) -> Config:
     return check_paths(with_grpo_defaults(config))
 
 
-def from_json(text: str) -> Config:
-    """Returns the config that `to_json` wrote, e.g. from a workdir's config.json.
-
-    A resolved config stays resolved.
-
-    Raises:
-        ValueError: the text is not JSON, or it contains an unknown section or key, a wrong type, or a value out of
-            range.
-    """
-    try:
-        config = _freeze(_parse_json(text))
-        check_values(config)
-        return config
-    except InputError as error:
-        raise ValueError(str(error)) from error
-
-
 def _freeze(values: ConfigDict) -> Config:
     sections = {}
     for section in values:
-        if section not in SECTIONS:
-            raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
         given = values[section].to_dict()
-        sections[section] = {name: _key(section, name).without_auto(value) for name, value in given.items()}
-    return _fill_family(Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()}))
+        sections[section] = {name: key.without_auto(given[name]) for name, key in find_keys(section, given).items()}
+    return make_config(sections)
 
 
 def _check_file(path: Path) -> None:
@@ -196,17 +175,10 @@ def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str
 
 def _parse_json(text: str) -> ConfigDict:
     """Returns the defaults updated with a config's JSON. Keys that are missing in the text keep their defaults."""
-    sections = parse_json(text)
     values = default()
-    if isinstance(sections, dict):
-        sections = current_config(sections)
-    if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
-        raise InputError('a config must be a JSON object of sections, each of which is an object of keys')
-    for section, keys in sections.items():
-        if section not in SECTIONS:
-            raise InputError(f'config section {section!r} does not exist; {nearest(section, SECTIONS)}')
+    for section, keys in read_json(text).items():
         for name, value in keys.items():
-            values[section][name] = _key(section, name).from_json(value)
+            values[section][name] = value
     return values
 
 
@@ -266,9 +238,8 @@ def _apply(values: ConfigDict, override: str) -> str:
     key, _, text = override.partition('=')
     key, text = _current(key, text)
     section, _, name = key.partition('.')
-    if section not in SECTIONS:
-        raise InputError(f'--config.{key}: config section {section!r} does not exist; {nearest(section, SECTIONS)}')
-    values[section][name] = _key(section, name).parse(text)
+    declared = find_keys(section, [name])
+    values[section][name] = declared[name].parse(text)
     return key
 
 
@@ -288,21 +259,3 @@ def _value(values: ConfigDict, key: str) -> Any:
 def _clear(values: ConfigDict, key: str) -> None:
     section, _, name = key.partition('.')
     values[section][name] = type(values[section][name])(0)
-
-
-def _key(section: str, name: str) -> Key:
-    """Returns the declaration of a key. Raises InputError if it does not exist."""
-    keys = section_keys(section)
-    if name not in keys:
-        elsewhere = [f'{other}.{name}' for other in SECTIONS if name in section_keys(other)]
-        hint = f'did you mean {elsewhere[0]!r}?' if elsewhere else nearest(name, keys)
-        raise InputError(f'config key {section}.{name} does not exist; {hint}')
-    return keys[name]
-
-
-def _fill_family(config: Config) -> Config:
-    model = config.model
-    section_keys('model')['family'].check(model.family)
-    settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
-    model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
-    return dataclasses.replace(config, model=model)

@@ -11,7 +11,8 @@ from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.config.sections.model import QUANTIZATION_GROUPS, AttentionKernel, ExpertMatmul
+from maxlm.config.sections.model import AttentionKernel, ExpertMatmul
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 

@@ -6,7 +6,6 @@ The field of a key is its only declaration; see `maxlm.config.sections.declarati
 from __future__ import annotations
 
 import dataclasses
-import typing
 from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import CheckpointPath, Form, FunctionName, Renamed, ValueBefore
@@ -366,8 +365,7 @@ class Config:
         return self.accumulation if self.mesh.stage == 1 else 1
 
 
-SECTIONS: dict[str, type] = {
-    field.name: typing.get_type_hints(Config)[field.name]
-    for field in dataclasses.fields(Config)
-    if field.name != 'teacher'
+# The class of each section, which is the default factory of its field.
+SECTIONS: dict[str, Any] = {
+    field.name: field.default_factory for field in dataclasses.fields(Config) if field.name != 'teacher'
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.config.keys import declared_keys
+from maxlm.config.keys import check_values, current_config, declared_keys, find_keys, section_keys
 from maxlm.config.schema import SECTIONS, Config
 from maxlm.config.sections.declaration import Form
+from maxlm.config.sections.families import FAMILIES
+from maxlm.errors import InputError
 from maxlm.storage.errors import redact
 from maxlm.storage.json_text import parse_json
 
@@ -30,6 +32,50 @@ def as_dict(config: Config, *, with_secrets: bool = False) -> dict[str, dict[str
 def to_json(config: Config, *, with_secrets: bool = False) -> str:
     """Returns the content of a config.json."""
     return _dump(as_dict(config, with_secrets=with_secrets))
+
+
+def read_json(text: str) -> dict[str, dict[str, Any]]:
+    """Returns the keys of each section in the JSON of a config, with current names.
+
+    Raises:
+        InputError: the text has another structure, an unknown section or key, or a value of a wrong type.
+    """
+    sections = parse_json(text)
+    if isinstance(sections, dict):
+        sections = current_config(sections)
+    if not isinstance(sections, dict) or not all(isinstance(keys, dict) for keys in sections.values()):
+        raise InputError('a config must be a JSON object of sections, each of which is an object of keys')
+    return {
+        section: {name: key.from_json(values[name]) for name, key in find_keys(section, values).items()}
+        for section, values in sections.items()
+    }
+
+
+def from_json(text: str) -> Config:
+    """Returns the config that `to_json` wrote, e.g. from a workdir's config.json.
+
+    A resolved config stays resolved.
+
+    Raises:
+        ValueError: the text is not JSON, or it contains an unknown section or key, a wrong type, or a value out of
+            range.
+    """
+    try:
+        config = make_config(read_json(text))
+        check_values(config)
+        return config
+    except InputError as error:
+        raise ValueError(str(error)) from error
+
+
+def make_config(sections: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Returns the config with the given keys of each section; the family sets the architecture keys that are None."""
+    config = Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()})
+    model = config.model
+    section_keys('model')['family'].check(model.family)
+    settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
+    model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
+    return dataclasses.replace(config, model=model)
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from maxlm.config.keys import declared_keys
+from maxlm.config.keys import check_values, declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.user_function import is_function_name
@@ -39,12 +37,6 @@ def _value(config: Config, key: str) -> Any:
     return declared_keys()[key].of(config)
 
 
-def check_values(config: Config) -> None:
-    """Checks each value alone. Raises InputError."""
-    for key in declared_keys().values():
-        key.check(key.of(config))
-
-
 def check_paths(config: Config) -> Config:
     """Returns the config with `~` expanded in paths, and `file://` removed from keys that accept no other URLs.
 
@@ -61,7 +53,6 @@ def check_paths(config: Config) -> Config:
 
 def validate(config: Config) -> None:
     check_values(config)
-
     model, data, train, optimizer = config.model, config.data, config.train, config.optimizer
     for group in EXCLUSIVE:
         _exactly_one(config, *group)
@@ -295,12 +286,3 @@ def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
-
-
-def nearest(word: str, options: Iterable[str]) -> str:
-    """Returns the end of an error message: the closest option, or all options if none is close."""
-    options = list(options)
-    closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
-    if closest:
-        return f'did you mean {closest[0]!r}?'
-    return f'available: {", ".join(options)}' if options else 'none available'

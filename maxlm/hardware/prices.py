@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxlm.config.validation import nearest
-from maxlm.errors import InputError
+from maxlm.errors import InputError, nearest
 
 if TYPE_CHECKING:
     # The report reads prices without importing JAX.

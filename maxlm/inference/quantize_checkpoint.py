@@ -17,7 +17,7 @@ from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.checkpoint.params import params_item, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.schema import Config
-from maxlm.config.sections.model import QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 from maxlm.log import progress_bar

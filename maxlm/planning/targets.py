@@ -19,8 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from maxlm.config.schema import MeshConfig
-from maxlm.config.validation import nearest
-from maxlm.errors import InputError
+from maxlm.errors import InputError, nearest
 from maxlm.hardware.chips import CHIPS, Chip, host_memory
 from maxlm.parallel.layout import Layout, make_layout, split_across_islands
 from maxlm.planning.gpu_compiler import OPTION, add_compiler

@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxlm.config.loading import from_json
 from maxlm.config.renames import current_metrics
 from maxlm.config.schema import Config
+from maxlm.config.serialization import from_json
 from maxlm.errors import InputError
 from maxlm.storage.download_tree import list_tree
 from maxlm.storage.errors import StorageError

@@ -17,8 +17,8 @@ from maxlm.checkpoint.item_metadata import CorruptCheckpointError, read_json
 from maxlm.checkpoint.listing import list_checkpoints, losses_of, resolve_checkpoint
 from maxlm.checkpoint.manager import find_step, saved_steps
 from maxlm.checkpoint.retention import RetentionRules
-from maxlm.config.loading import from_json
 from maxlm.config.schema import CheckpointConfig, Config
+from maxlm.config.serialization import from_json
 from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.log import Console, logger
 from maxlm.runtime.barrier import ProcessGroup, is_shared

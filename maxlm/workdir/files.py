@@ -13,9 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from maxlm.config.loading import from_json
 from maxlm.config.schema import Config
-from maxlm.config.serialization import to_json
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import InputError, os_message
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries

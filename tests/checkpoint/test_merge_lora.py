@@ -15,7 +15,7 @@ from flax import nnx
 from maxlm.checkpoint.conversion.merge_lora import MergedReader, merge, merge_checkpoint, without_adapters
 from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.cli.models import checkpoints
-from maxlm.config.loading import from_json
+from maxlm.config.serialization import from_json
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.load import load_model
 from maxlm.model.decoder import Decoder

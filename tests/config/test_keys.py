@@ -16,7 +16,7 @@ from maxlm.config.sections.declaration import Form, FunctionName, Renamed
 from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.sections.ranges import Range
-from maxlm.config.serialization import HIDDEN, to_json
+from maxlm.config.serialization import HIDDEN, from_json, to_json
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.storage.paths import BUCKETS, Kind, PathOption
@@ -99,10 +99,10 @@ def test_numbers_in_python_configs(key, value):
 
 @pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])
 def test_numbers_in_a_config_json(config_file, text):
-    written = loading.to_json(loading.load(config_file))
-    assert loading.from_json(written)
+    written = to_json(loading.load(config_file))
+    assert from_json(written)
     with pytest.raises(ValueError, match='learning_rate'):
-        loading.from_json(written.replace('"learning_rate": 0.0003', f'"learning_rate": {text}'))
+        from_json(written.replace('"learning_rate": 0.0003', f'"learning_rate": {text}'))
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_a_range(allowed, inside, outside, words):
 
 @pytest.mark.parametrize(('key', 'value'), [('dtype', 'int8'), ('family', 'x'), ('activation', ''), ('init', 'other')])
 def test_written_configs_have_valid_choices(key, value):
-    written = loading.to_json(small_config())
+    written = to_json(small_config())
     values = json.loads(written)
     values['model'][key] = value
-    assert loading.from_json(written)
+    assert from_json(written)
     with pytest.raises(ValueError, match=f'model.{key}={value!r}: must be one of'):
-        loading.from_json(json.dumps(values))
+        from_json(json.dumps(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ def test_a_declared_key_is_loaded_and_stored(config_file, extended, capsys):
     written = json.loads(to_json(config))
     assert written['distill']['login'] == HIDDEN
     written['distill']['depth'] = written['distill'].pop('layers')
-    assert loading.from_json(json.dumps(written)).distill.layers == 4
+    assert from_json(json.dumps(written)).distill.layers == 4
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from maxlm.config import loading
+from maxlm.config.config_files import split_overrides
 from maxlm.config.resolve import resolve
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import InputError
 
 CONFIG = """
@@ -52,7 +54,7 @@ def test_an_overridden_length_replaces_the_length_in_the_file(config_file):
 
 
 def test_split_overrides():
-    overrides, rest = loading.split_overrides(
+    overrides, rest = split_overrides(
         ['--config=a.py', '--config.train.num_steps=2', '--workdir', 'x', '--config.model.dim', '64']
     )
     assert overrides == ['train.num_steps=2', 'model.dim=64']
@@ -61,8 +63,8 @@ def test_split_overrides():
 
 def test_json_round_trip(config_file):
     config = loading.load(config_file, ['optimizer.learning_rate=1e-3'])
-    assert loading.from_json(loading.to_json(config)) == config
-    assert loading.from_json(loading.to_json(config)) != loading.load(config_file)
+    assert from_json(to_json(config)) == config
+    assert from_json(to_json(config)) != loading.load(config_file)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def run_file(config_file, tmp_path):
     config = loading.load(config_file, [*overrides, 'optimizer.warmup_tokens=99999', 'model.family=llama'])
     config = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=800)
     path = tmp_path / 'config.json'
-    path.write_text(loading.to_json(config))
+    path.write_text(to_json(config))
     return str(path), config
 
 
@@ -232,7 +234,7 @@ def test_a_family_cannot_change_a_complete_config(run_file, tmp_path):
         loading.load(path, ['model.family=gpt2'])
     assert loading.load(path, ['model.family=llama']).model.family == 'llama'
     # A file with missing keys is completed like a Python config.
-    sections = json.loads(loading.to_json(run))
+    sections = json.loads(to_json(run))
     sections['model'] = {key: sections['model'][key] for key in ('num_layers', 'dim', 'num_heads')}
     (tmp_path / 'partial.json').write_text(json.dumps(sections))
     assert loading.load(str(tmp_path / 'partial.json')).model.norm == 'layernorm'
@@ -257,7 +259,7 @@ def test_a_family_cannot_change_a_complete_config(run_file, tmp_path):
 )
 def test_an_invalid_config_json_is_a_one_line_error(run_file, change, words):
     path, run = run_file
-    text = json.dumps(change(json.loads(loading.to_json(run))))
+    text = json.dumps(change(json.loads(to_json(run))))
     with open(path, 'w') as file:
         file.write(text)
     with pytest.raises(InputError) as error:
@@ -267,7 +269,7 @@ def test_an_invalid_config_json_is_a_one_line_error(run_file, change, words):
     assert '\n' not in str(error.value)
     # The value is also invalid in the config of a workdir.
     with pytest.raises(ValueError):
-        loading.from_json(text)
+        from_json(text)
 
 
 @pytest.mark.parametrize('content', [b'{', b'', b'\xff\xfe{}', b'{"model": {"dim": NaN}}', b'[' * 100_000])
@@ -280,7 +282,7 @@ def test_invalid_json_is_a_one_line_error(tmp_path, content):
 
 def test_values_of_a_config_json_are_validated(run_file):
     path, run = run_file
-    text = loading.to_json(run)
+    text = to_json(run)
     with open(path, 'w') as file:
         file.write(text.replace('"num_heads": 4', '"num_heads": 7').replace('"num_kv_heads": 4', '"num_kv_heads": 3'))
     with pytest.raises(InputError, match=r'model\.num_kv_heads=3 does not divide model\.num_heads=7'):

@@ -9,15 +9,9 @@ from maxlm.cli.parser import ArgumentParser
 from maxlm.cli.runs import train
 from maxlm.cli.setup import plan
 from maxlm.config.keys import current_config, declared_keys
-from maxlm.config.loading import default, from_json, load
-from maxlm.config.renames import (
-    METRIC_PREFIXES,
-    METRICS,
-    OPTIONS,
-    _reported,
-    current_metrics,
-)
-from maxlm.config.serialization import to_json
+from maxlm.config.loading import default, load
+from maxlm.config.renames import METRIC_PREFIXES, METRICS, OPTIONS, _reported, current_metrics
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.telemetry import metrics
 from maxlm.telemetry.metrics import read_metrics

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from maxlm.config.loading import build, default, from_json, load
+from maxlm.config.loading import build, default, load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import DataConfig
-from maxlm.config.serialization import to_json
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import InputError
 from tests.conftest import ROOT
 

@@ -5,6 +5,7 @@ import pytest
 from maxlm.config import loading
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import UNDECIDED_STEPS
+from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
 
 CONFIG = """
@@ -76,6 +77,6 @@ def test_a_budget_replaces_the_number_of_steps(config_file, tmp_path, budget):
     assert resolved.train.num_steps == UNDECIDED_STEPS
     # The config of a run keeps the budget, because the number of steps depends on the machine.
     path = tmp_path / 'config.json'
-    path.write_text(loading.to_json(resolved))
+    path.write_text(to_json(resolved))
     assert loading.load(str(path)).train == config.train.__class__(**{**vars(resolved.train), 'num_steps': 0})
     assert loading.load(str(path), ['train.num_steps=7']).train.num_steps == 7

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from maxlm.config.loading import from_json
-from maxlm.config.serialization import to_json
+from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import InputError
 from tests.small import small_config
 

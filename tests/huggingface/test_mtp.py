@@ -10,7 +10,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from maxlm.checkpoint.streaming import ParamsReader
-from maxlm.config.loading import from_json
+from maxlm.config.serialization import from_json
 from maxlm.errors import InputError
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import Console

@@ -15,7 +15,7 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from maxlm.checkpoint.streaming import ParamsReader
-from maxlm.config.loading import from_json
+from maxlm.config.serialization import from_json
 from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import InputError
 from maxlm.huggingface.config_conversion import choose_architecture

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.config.sections.model import QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.storage.paths import Kind, PathOption
 
 

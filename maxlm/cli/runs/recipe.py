@@ -24,8 +24,7 @@ from maxlm.config.config_files import split_overrides
 from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
-from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, InputError
+from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, InputError, nearest
 from maxlm.supervision.restarts import Policy, find_option, find_workdir
 from maxlm.supervision.supervisor import Supervisor
 

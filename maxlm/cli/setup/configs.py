@@ -12,8 +12,7 @@ from maxlm.cli.hints import print_next
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.config_files import shipped_configs
-from maxlm.config.validation import nearest
-from maxlm.errors import EXIT_DONE, InputError
+from maxlm.errors import EXIT_DONE, InputError, nearest
 
 
 def summary(path: Path) -> list[str]:

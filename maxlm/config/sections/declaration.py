@@ -14,9 +14,9 @@ validation, completion and error messages; the reference page also contains the 
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from maxlm.storage.paths import Kind, PathOption
@@ -46,8 +46,7 @@ _FETCH = 'fetch it with `maxlm checkpoints fetch` and give the directory'
 CheckpointPath = Annotated[str, PathOption(Kind.DIRECTORY, ('gs',), may_be_empty=True, advice=_FETCH)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Renamed:
+class Renamed(NamedTuple):
     """Former name of a key, which remains valid until release 0.3.
 
     Attributes:
@@ -57,7 +56,7 @@ class Renamed:
     """
 
     name: str
-    values: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    values: Mapping[str, str] = MappingProxyType({})
     least: int | None = None
 
 

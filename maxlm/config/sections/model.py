@@ -7,16 +7,13 @@ from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import Choices, FunctionName, Renamed
 from maxlm.config.sections.families import FAMILIES, GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.sections.ranges import INT32, Epsilon, FractionAbove0, FractionBelow1, Range
 
 # Default of an architecture key: the model family sets it unless the config does.
 FAMILY: Any = None
-# Formats of quantized weights, and by default the number of inputs that share a scale; 0 means all. The 16 values of
-# int4 need smaller groups.
-QUANTIZATION_GROUPS = {'int8': 0, 'int4': 32, 'fp8': 0}
-# Dtypes of the key-value cache in inference; `model` is model.dtype.
-KV_CACHE_DTYPES = ('model', 'int8')
 Dtype = Literal['bfloat16', 'float16', 'float32']
+RematPolicy = Literal['none', 'dots', 'dots_no_batch', 'full', 'offload']
 # Dimensions of a head or of a latent of attention.
 Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
@@ -199,7 +196,7 @@ class ModelConfig:
     quantization_group_size: Annotated[int, Range(0, 2**24), Renamed('weights_group')] = 0
     # Activations of a block kept for the backward pass. none: no rematerialization, keep all; full: keep only the
     # block's inputs; offload: keep only the inputs, in host memory.
-    remat_policy: Annotated[Literal['none', 'dots', 'dots_no_batch', 'full', 'offload'], Renamed('remat')] = 'none'
+    remat_policy: Annotated[RematPolicy, Renamed('remat')] = 'none'
     # Scan over one compiled block (compile time independent of depth) instead of unrolling all blocks.
     scan_layers: bool = True
     # Rank of low-rank adapters (Hu et al. 2022, "LoRA"). With adapters, only they are trained by default; 0 = none.

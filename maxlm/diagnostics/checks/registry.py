@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from maxlm.config.validation import nearest
 from maxlm.diagnostics.checks.trial_run import TRIAL_SECONDS
 from maxlm.diagnostics.jax_subprocess import START_SECONDS
 from maxlm.diagnostics.runner import Check
-from maxlm.errors import InputError
+from maxlm.errors import InputError, nearest
 
 CHECKS: tuple[Check, ...] = (
     Check('python', 'packages:check_python', 10, 'Python version'),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.config.sections.model import KV_CACHE_DTYPES
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES
 from maxlm.errors import InputError
 from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.model import RematPolicy
 from maxlm.model.decoder import Decoder
 from maxlm.parallel.partitioning import SingleDevice
 from maxlm.planning.estimate.backends import SUBLANES, Backend
@@ -41,7 +42,7 @@ class _Saved(NamedTuple):
     other: float
 
 
-def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: str) -> float:
+def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: RematPolicy) -> float:
     """Returns the bytes of activations that a layer saves for the backward pass of a micro-batch on a device.
 
     Args:
@@ -89,7 +90,9 @@ def _abstract_decoder(model: ModelConfig, platform: str) -> tuple[Any, Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _trace(model: ModelConfig, policy: str, backend: Backend, length: int, has_segments: bool, num_rows: int) -> _Saved:
+def _trace(
+    model: ModelConfig, policy: RematPolicy, backend: Backend, length: int, has_segments: bool, num_rows: int
+) -> _Saved:
     """Returns the bytes that a layer saves for a sequence; with a pattern of attention, the mean of its layers.
 
     The residuals of a loop over layers are the arrays that it stacks for its backward pass.
