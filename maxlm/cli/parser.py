@@ -60,11 +60,7 @@ SHARED: dict[str, dict[str, Any]] = {
         'help': 'workdir (newest step), WORKDIR@STEP, or directory of one step',
     },
     '--data': {'type': PathOption(Kind.DIRECTORY, ANY), 'help': "data set of maxlm prepare (default: the run's)"},
-    '--num-batches': {
-        'type': number(0),
-        'default': 0,
-        'help': 'number of validation batches; 0 = all (default)',
-    },
+    '--num-batches': {'type': number(0), 'default': 0, 'help': 'number of validation batches; 0 = all (default)'},
     '--kv-cache-dtype': {
         'choices': KV_CACHE_DTYPES,
         'default': 'model',
@@ -155,7 +151,5 @@ def command_parser(name: str, description: str | None, *examples: str) -> Argume
     """
     lines = [f'\n  maxlm {name} {example}' for example in examples]
     return ArgumentParser(
-        prog=f'maxlm {name}',
-        description=description,
-        epilog=f'example{"s" if len(lines) > 1 else ""}:{"".join(lines)}',
+        prog=f'maxlm {name}', description=description, epilog=f'example{"s" if len(lines) > 1 else ""}:{"".join(lines)}'
     )

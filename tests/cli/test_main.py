@@ -78,19 +78,11 @@ def test_every_verb_has_main_run_and_help(verb, run, capsys):
     assert run(verb, '--help') == (0, out, '')
 
 
-@pytest.mark.parametrize(
-    ('verb', 'words'),
-    [
-        *((verb, []) for verb in ('plan', 'report', 'monitor', 'hf')),
-        *(('hf', [command]) for command in ('import', 'export', 'export-adapter', 'export-gguf')),
-    ],
-)
-def test_help_has_an_example(verb, words, capsys):
+@pytest.mark.parametrize('command', ['import', 'export', 'export-adapter', 'export-gguf'])
+def test_help_of_a_subcommand_has_an_example(command, capsys):
     with pytest.raises(SystemExit):
-        module_of(verb).main([*words, '--help'])
-    out = capsys.readouterr().out
-    # argparse would join the lines of an example without a raw formatter.
-    assert re.search(rf'^examples?:\n  maxlm {" ".join([verb, *words])} ', out, re.MULTILINE)
+        module_of('hf').main([command, '--help'])
+    assert f'\nexample:\n  maxlm hf {command} ' in capsys.readouterr().out
 
 
 class ParsedError(Exception):

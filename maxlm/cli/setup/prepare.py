@@ -25,11 +25,7 @@ def main(argv: list[str]) -> int:
         # File names need not be valid text.
         print(escape_controls('\n'.join([*output.summary, *skipped_files(output.not_text)])))
         command = training_command(
-            options.output,
-            output.format,
-            options.pack_seq_len,
-            tokenizer=options.tokenizer,
-            dataset=output.dataset,
+            options.output, output.format, options.pack_seq_len, tokenizer=options.tokenizer, dataset=output.dataset
         )
         print_next(*command)
     return 0
@@ -123,11 +119,7 @@ def make_parser() -> ArgumentParser:
     )
     names = f'filters to apply: {", ".join(FILTERS)}, decontaminate:PATH, or your own package.module:function'
     made('--filter', nargs='+', action='extend', metavar='NAME', help=names)
-    made(
-        '--deduplicate',
-        choices=('none', 'exact', 'near'),
-        help='remove exact or near duplicates (%(default)s)',
-    )
+    made('--deduplicate', choices=('none', 'exact', 'near'), help='remove exact or near duplicates (%(default)s)')
     made(
         '--dedup-threshold',
         type=float,
