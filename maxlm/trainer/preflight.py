@@ -50,7 +50,7 @@ class PreparedStep(NamedTuple):
 
 
 def check_size(config: Config, resolve: Resolve) -> None:
-    """Rejects a step that cannot fit these devices. Nothing is traced or allocated.
+    """Rejects a step that cannot fit these devices. Nothing is compiled or allocated.
 
     The size is estimated from the config. Steps closer to the limit are checked by `compile_step`.
 

@@ -15,17 +15,9 @@ from tests.small import LATENT, small_config, small_layout
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
     'gpt2 untied': {'model__family': 'gpt2', 'model__tie_embeddings': False},
-    'gpt_neox': {'model__family': 'gpt_neox'},
-    'llama': {'model__family': 'llama'},
-    'llama tied': {'model__family': 'llama', 'model__tie_embeddings': True},
-    'grouped heads': {'model__family': 'llama', 'model__num_kv_heads': 2},
-    'one key head': {'model__family': 'gpt2', 'model__num_kv_heads': 1},
-    'wide heads': {'model__family': 'llama', 'model__head_dim': 24},
-    'squared relu': {'model__family': 'nanochat'},
-    'normalized heads': {'model__family': 'qwen3', 'model__head_dim': 24},
+    'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
     'latents': {**LATENT, 'model__q_lora_rank': 20},
     'multi-token prediction': {'model__family': 'llama', 'model__mtp_depth': 2},
-    'narrow feed-forward': {'model__family': 'llama', 'model__ffn_dim': 40, 'model__num_layers': 3},
 }
 
 

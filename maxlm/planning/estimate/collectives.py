@@ -256,8 +256,9 @@ def _vocabulary(config: Config) -> list[Transfer]:
 
 def _padded_tables(config: Config) -> Tables:
     """Returns the tables with a padded vocabulary."""
-    size = padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
-    return tables(dataclasses.replace(config.model, vocab_size=size))
+    of, size = tables(config.model), padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
+    tokens, head = (elements // config.model.vocab_size * size for elements in (of.tokens, of.head))
+    return of._replace(tokens=tokens, head=head)
 
 
 def _scales(config: Config) -> list[Transfer]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
@@ -24,7 +25,7 @@ from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops
 from maxlm.model.attention.chunked import QUERY_BLOCK, attend_blockwise, query_ranges
 from maxlm.model.experts.grouped_matmul import RowGroups, block_size, grouped_matmul
 from maxlm.model.layers.masks import layer_windows
-from maxlm.model.layers.mlp import swiglu_oai
+from maxlm.model.layers.mlp import ACTIVATIONS
 from maxlm.model.parameters import block_kernels, layer_stacks, model_parameters
 from maxlm.planning.estimate.experts import activation_dim, dispatch_bytes, rows_of
 from maxlm.planning.estimate.roofline import Efficiency
@@ -258,7 +259,11 @@ def _elementwise_programs(config: Config) -> dict[Any, _Program]:
     """Returns programs of norms, activations and loss, forward and backward, and of the update."""
     model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
-    activation = _ACTIVATIONS[model.activation]
+    num_inputs = 2 if model.activation in GATED_ACTIVATIONS else 1
+
+    def activation(h: jax.Array) -> jax.Array:
+        return ACTIVATIONS[model.activation](*[h] * num_inputs)
+
     return {
         'norm': _with_gradient(_normalize_and_add, (tokens, model.dim), dtype),
         **{('activation', dim): _with_gradient(activation, (tokens, dim), dtype) for dim in _activation_dims(config)},
@@ -315,17 +320,3 @@ def _loss(logits: jax.Array) -> jax.Array:
 def _update(parameter: jax.Array, gradient: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[jax.Array, ...]:
     mu, nu = 0.9 * mu + 0.1 * gradient, 0.95 * nu + 0.05 * gradient**2
     return parameter - 1e-3 * (mu / (jnp.sqrt(nu) + 1e-8) + 0.1 * parameter), mu, nu
-
-
-_ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
-    'swiglu': lambda h: jax.nn.silu(h) * h,
-    'swiglu_oai': lambda h: swiglu_oai(h, h),
-    'geglu': lambda h: jax.nn.gelu(h, approximate=False) * h,
-    'reglu': lambda h: jax.nn.relu(h) * h,
-    'relu': jax.nn.relu,
-    'silu': jax.nn.silu,
-    'geglu_tanh': lambda h: jax.nn.gelu(h, approximate=True) * h,
-    'gelu': lambda h: jax.nn.gelu(h, approximate=False),
-    'gelu_tanh': lambda h: jax.nn.gelu(h, approximate=True),
-    'relu2': lambda h: jnp.square(jax.nn.relu(h)),
-}
