@@ -17,9 +17,9 @@ from maxlm.log import logger
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.decisions.schedule_change import schedule_change
 from maxlm.training.optimizers.schedule import Progress, make_schedule
+from tests.cli.runs.test_train import SMALL
 from tests.documentation import python_blocks
 from tests.small import small_config
-from tests.test_train import SMALL
 from tests.user_modules import write_module
 
 OPTIMIZERS, CHECK = python_blocks('docs/tutorials/optimizer.md')
@@ -200,12 +200,12 @@ def test_callbacks_receive_the_state_and_stop_the_run(config, tmp_path):
 @pytest.mark.parametrize(
     ('function', 'kind', 'message'),
     [
-        (lambda step, metrics, state: 0.5, InputError, 'after step 2: returned float; return True to stop'),
+        (lambda step, metrics, state: 0.5, InputError, 'after step 2: returned float; it must return True'),
         (lambda step, metrics, state: metrics['train/los'], KeyError, 'train/los'),
         (
             lambda step, metrics, state: jax.tree.map(lambda leaf: leaf.delete(), state.params) and None,
             InputError,
-            'arrays of the state were deleted; do not donate',
+            'arrays of the state were deleted; remove',
         ),
     ],
 )
@@ -222,11 +222,11 @@ def test_errors_of_callbacks_are_named(config, tmp_path, function, kind, message
 @pytest.mark.parametrize(
     ('callback', 'message'),
     [
-        (None, r'None is not a function of \(step, metrics\)'),
+        (None, r'None must be a function of \(step, metrics\)'),
         (lambda step: None, r'must accept the arguments \(step, metrics\)'),
         (maxlm.StateCallback(lambda step, metrics: None, every=1), r'the arguments \(step, metrics, state\)'),
         (maxlm.StateCallback(print, every=0), 'every=0 must be a number of steps of at least 1'),
-        (maxlm.StateCallback, 'is not a function'),
+        (maxlm.StateCallback, 'must be a function'),
     ],
 )
 def test_unusable_callbacks_are_refused(config, tmp_path, callback, message):

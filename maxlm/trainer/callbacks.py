@@ -47,7 +47,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> None:
             if type(callback.every) is not int or callback.every < 1:
                 raise InputError(f'StateCallback: every={callback.every!r} must be a number of steps of at least 1')
         if not callable(function) or isinstance(function, type):
-            raise InputError(f'callbacks: {function!r} is not a function of ({", ".join(arguments)})')
+            raise InputError(f'callbacks: {function!r} must be a function of ({", ".join(arguments)})')
         check_arguments(function, arguments, where='callbacks', name=name_of(function))
 
 
@@ -64,12 +64,14 @@ def call_back(function: Callable[..., Any], step: int, *arguments: Any) -> bool:
         error.add_note(f'{where}: this exception ended the run')
         raise
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)):
-        raise InputError(f'{where}: arrays of the state were deleted; do not donate them to a compiled function')
+        raise InputError(
+            f'{where}: arrays of the state were deleted; remove donate_argnums from the compiled functions'
+        )
     if result is None or isinstance(result, (bool, np.bool_)):
         return bool(result)
     if isinstance(result, (jax.Array, np.ndarray)) and result.shape == () and result.dtype == bool:
         return bool(result)
-    raise InputError(f'{where}: returned {type(result).__name__}; return True to stop the run, or None')
+    raise InputError(f'{where}: returned {type(result).__name__}; it must return True, to stop the run, or None')
 
 
 def name_of(function: Any) -> str:

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxlm.config.families import GATED_ACTIVATIONS
 from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.errors import InputError
 from maxlm.formatting import format_bytes
 from maxlm.hardware.chips import Chip, host_memory, measure_matmul_tflops

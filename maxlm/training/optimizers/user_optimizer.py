@@ -91,13 +91,13 @@ def check_optimizer(optimizer: optax.GradientTransformation, params: Any, *, nam
     state = call_function(jax.eval_shape, optimizer.init, params, name=name, kind=KEY)
     for path, leaf in jax.tree.leaves_with_path(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise InputError(f'{where}: state{_text(path)} is a key; store jax.random.key_data(key)')
+            raise InputError(f'{where}: state{_text(path)} is a key; use jax.random.key_data(key)')
         if not leaf.size:
             raise InputError(f'{where}: state{_text(path)} has no elements; use None or optax.EmptyState()')
     updates, after = call_function(jax.eval_shape, optimizer.update, params, state, params, name=name, kind=KEY)
     for what, old, new in (('updates', params, updates), ('state', state, after)):
         if difference := _difference(old, new, dtypes=what == 'state'):
-            raise InputError(f'{where}: the update changes {what}{difference}; keep structure, shapes and dtypes')
+            raise InputError(f'{where}: the update changes {what}{difference}; they must stay the same')
     return state
 
 
@@ -116,6 +116,5 @@ def _text(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path)
 
 
-def _start(structure: Any) -> str:
-    text = str(structure)
+def _start(text: str) -> str:
     return text if len(text) <= 200 else f'{text[:200]}…'
