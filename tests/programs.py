@@ -16,5 +16,6 @@ PROGRAMS = Path(os.environ[NAME])
 # Programs of the workers, which later and concurrent sessions reuse. Each file has a checksum, and its name contains
 # hashes of the program, the flags, the version of jaxlib and the CPU's features. The total size is limited.
 KEPT_PROGRAMS = CACHE / 'programs'
-# Loading a program that compiles faster takes as long as compiling it.
-MIN_COMPILE_SECONDS = 0.5
+# Loading a program takes a sixth of the time of compiling it. Writing the many smaller programs would take longer than
+# later sessions save.
+MIN_COMPILE_SECONDS = 0.2
