@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import get_args
 
-from maxlm.config.keys import section_keys
-from maxlm.config.schema import ExportConfig
+from maxlm.config.schema import ArchitectureName, ExportConfig
 from maxlm.errors import ArgumentParser, run_command
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
@@ -105,7 +105,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for one in (exporter, adapter):
         one.add_argument(
             '--architecture',
-            choices=section_keys('export')['architecture'].choices,
+            choices=('auto', *get_args(ArchitectureName)),
             default=ExportConfig.architecture,
             help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
             'never nanochat, which vLLM does not support)',

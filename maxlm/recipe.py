@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from maxlm.config.config_files import split_overrides
-from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, ArgumentParser, InputError, nearest, run_command
@@ -108,6 +107,8 @@ def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequenc
 
 def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> list[Config | None]:
     """Loads the config of each training phase, so that an invalid one is found before the first phase starts."""
+    from maxlm.config.loading import load  # slow to import
+
     configs: list[Config | None] = []
     for verb, *arguments in phases:
         specs = [word.removeprefix('--config=') for word in arguments if word.startswith('--config=')]
@@ -229,6 +230,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(rest)
     if options.max_failures < 1:
         raise InputError(f'--max-failures={options.max_failures}: must be at least 1')
+    from maxlm.config.loading import load_phases  # slow to import
+
     templates = load_phases(options.config)
     values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
     phases = [fill_in(phase, values) for phase in templates]
