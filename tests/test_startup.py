@@ -13,11 +13,12 @@ ALLOWED = {'maxlm'}
 CONFIG = {'absl', 'ml_collections', 'yaml'}
 TERMINAL = {'colorama', 'tenacity', 'tornado', 'tqdm'}
 OF_VERBS = {
-    **{verb: CONFIG for verb in ('plan', 'doctor')},
-    **{verb: {*CONFIG, 'tqdm'} for verb in ('train', 'grpo')},
-    **{verb: {*CONFIG, *TERMINAL, 'etils'} for verb in ('recipe', 'supervise')},
-    'completion': {*CONFIG, 'shtab'},
-    'monitor': {*CONFIG, *TERMINAL, 'plotext', 'rich'},
+    'doctor': CONFIG,
+    **{verb: {'tqdm'} for verb in ('train', 'grpo')},
+    'recipe': {*TERMINAL, 'etils'},
+    'supervise': {*CONFIG, *TERMINAL, 'etils'},
+    'completion': {'shtab'},
+    'monitor': {*TERMINAL, 'plotext', 'rich'},
     'report': {*CONFIG, *TERMINAL, 'jinja2', 'markupsafe'},
     'prepare': {'array_record', 'jinja2', 'markupsafe', 'numpy', 'tokenizers'},
 }

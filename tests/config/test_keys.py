@@ -1,4 +1,7 @@
-"""Declarations of config keys: each allows a finite range or choices, and rejects other values in one line."""
+"""Declarations of config keys: each allows a finite range or choices, and rejects other values in one line.
+
+The values that each key allows are those of docs/reference/config.md, which tests/tools/test_docs.py compares.
+"""
 
 import dataclasses
 import json

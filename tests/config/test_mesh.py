@@ -204,7 +204,6 @@ def test_stages_cannot_offload_parameters():
     [
         ({'mesh__zero_stage': 0}, ['mesh.zero_stage=0', '1, 2, 3']),
         ({'mesh__host_offload': 'params'}, ['mesh.host_offload', 'params', 'none, optimizer, all']),
-        ({'mesh__num_pipeline_repeats': 0}, ['mesh.num_pipeline_repeats=0', 'at least 1']),
         ({'mesh__context': 0}, ['mesh.context=0', 'at least 1', '-1']),
         ({'mesh__context': -1}, ['mesh.fsdp and mesh.context', 'both -1']),
         ({'mesh__context': 2, 'model__attention_softcap': 5.0}, ['mesh.context=2', 'attention_softcap=5.0', 'ring']),

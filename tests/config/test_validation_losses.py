@@ -14,8 +14,6 @@ MTP = {'model__mtp_depth': 1}
 @pytest.mark.parametrize(
     ('num_devices', 'settings', 'words'),
     [
-        (1, {'model__mtp_depth': 17}, ['model.mtp_depth=17', 'at most 16']),
-        (1, {**MTP, 'train__mtp_loss_weight': 0.0}, ['train.mtp_loss_weight=0.0', 'greater than 0']),
         (1, {**MTP, 'train__objective': 'dpo', 'train__init_from': 'x'}, ['model.mtp_depth=1', 'objective=dpo']),
         (2, {**MTP, 'mesh__context': 2}, ['model.mtp_depth=1', 'mesh.context=2', 'model.mtp_depth=0']),
         (
@@ -31,18 +29,13 @@ def test_invalid_settings_of_multi_token_prediction(num_devices, settings, words
     assert '\n' not in str(error.value)
     for word in words:
         assert word in str(error.value)
-    # Control: without modules the settings are valid, except for the ranges.
-    if 'mtp_depth=1' in words[0]:
-        small_config(num_devices, **{**settings, 'model__mtp_depth': 0})
+    # Control: without modules the settings are valid.
+    small_config(num_devices, **{**settings, 'model__mtp_depth': 0})
 
 
 @pytest.mark.parametrize(
     ('settings', 'words'),
     [
-        ({'distill__weight': 0.0}, ['distill.weight=0.0', 'greater than 0']),
-        ({'distill__weight': 1.5}, ['distill.weight=1.5', 'at most 1']),
-        ({'distill__temperature': 0.0}, ['distill.temperature=0.0', 'at least 0.01']),
-        ({'distill__top_k': -1}, ['distill.top_k=-1', 'at least 0']),
         ({'train__objective': 'dpo', 'train__init_from': 'x'}, ['distill.teacher=runs/teacher', 'objective=dpo']),
         ({'train__loss': 'my.module:loss'}, ['distill.teacher=runs/teacher', 'train.loss=my.module:loss']),
         ({'model__vocab_size': 70}, ['distill.teacher=runs/teacher', 'vocab_size=61', '70']),

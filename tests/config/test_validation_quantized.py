@@ -21,8 +21,6 @@ QLORA = {'model__lora_rank': 2, 'model__weight_quantization': 'int4'}
             {**QLORA, 'train__init_from': 'runs/base', 'model__matmul_precision': 'fp8'},
             ['model.matmul_precision=fp8', 'model.matmul_precision=default'],
         ),
-        ({'model__weight_quantization': 'int3'}, ['model.weight_quantization', "'int3'", 'int4']),
-        ({'model__quantization_group_size': -1}, ['model.quantization_group_size=-1', 'at least 0']),
     ],
 )
 def test_invalid_settings_are_rejected(settings, words):

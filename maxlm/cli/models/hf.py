@@ -14,10 +14,11 @@ are dequantized.
 
 from __future__ import annotations
 
+from typing import get_args
+
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.config.keys import section_keys
-from maxlm.config.schema import ExportConfig
+from maxlm.config.schema import ArchitectureName, ExportConfig
 from maxlm.huggingface.tensors.export_dtypes import GGUF_DTYPES, SAFETENSORS_DTYPES
 from maxlm.storage.paths import BUCKETS, Kind, PathOption
 
@@ -93,7 +94,7 @@ def make_parser() -> ArgumentParser:
     for one in (exporter, adapter):
         one.add_argument(
             '--architecture',
-            choices=section_keys('export')['architecture'].choices,
+            choices=('auto', *get_args(ArchitectureName)),
             default=ExportConfig.architecture,
             help='Transformers architecture (%(default)s: the one of its family, else one that can express the model; '
             'never nanochat, which vLLM does not support)',

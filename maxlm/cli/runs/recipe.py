@@ -21,7 +21,6 @@ from maxlm.cli.hints import HINTS, print_next
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.config.config_files import split_overrides
-from maxlm.config.loading import load, load_phases
 from maxlm.config.schema import Config
 from maxlm.config.serialization import public_command
 from maxlm.errors import EXIT_DONE, EXIT_PREEMPTED, InputError, nearest
@@ -107,6 +106,8 @@ def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequenc
 
 def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> list[Config | None]:
     """Loads the config of each training phase, so that an invalid one is found before the first phase starts."""
+    from maxlm.config.loading import load  # slow to import
+
     configs: list[Config | None] = []
     for verb, *arguments in phases:
         specs = [word.removeprefix('--config=') for word in arguments if word.startswith('--config=')]
@@ -201,6 +202,8 @@ def main(argv: list[str]) -> int:
     """Runs the recipe that `argv` describes and returns the exit code of its last phase."""
     overrides, rest = split_overrides(argv)
     options = make_parser().parse_args(rest)
+    from maxlm.config.loading import load_phases  # slow to import
+
     templates = load_phases(options.config)
     values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
     phases = [fill_in(phase, values) for phase in templates]
