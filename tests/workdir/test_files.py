@@ -157,5 +157,5 @@ def test_invalid_config_is_named(tmp_path, tokenizer, content):
 
 
 def test_no_config(tmp_path):
-    with pytest.raises(InputError, match=r'config\.json: No such file .*choose a workdir of maxlm\.train'):
+    with pytest.raises(InputError, match=r'config\.json: No such file .*choose a workdir of maxlm train'):
         read_config(tmp_path)

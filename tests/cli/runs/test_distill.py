@@ -122,7 +122,7 @@ def test_an_interrupted_pass_continues(dataset, teacher, stored, tmp_path, monke
         (['--top-k=0'], ['--top-k=0', 'at least 1']),
         (['--top-k=100000'], ['--top-k=100000', str(VOCAB)]),
         (['--seq-len=1'], ['--seq-len=1', 'at least 2']),
-        (['--temperature=0'], ['--temperature=0', 'at least 0.01']),
+        (['--temperature=0'], ['--temperature=0', 'from 0.01 to 1000']),
         (['--batch-size=0'], ['--batch-size=0']),
         (['--top-k=4'], ['top_k=5', '4', 'choose another directory']),
     ],

@@ -53,7 +53,7 @@ def test_several_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ('argv', 'message'),
     [
-        (['nowhere'], r'nowhere: No such file or directory; give a workdir of maxlm\.train'),
+        (['nowhere'], r'nowhere: No such file or directory; give a workdir of maxlm train'),
         ([], 'required: WORKDIR'),
         (['.', '--interval=0'], r'--interval=0: must be from 0\.1 to 86400'),
         (['.', '--interval=nan'], r'--interval=nan: must be from 0\.1'),
