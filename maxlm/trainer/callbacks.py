@@ -64,7 +64,9 @@ def call_back(function: Callable[..., Any], step: int, *arguments: Any) -> bool:
         error.add_note(f'{where}: this exception ended the run')
         raise
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(arguments) if isinstance(leaf, jax.Array)):
-        raise InputError(f'{where}: arrays of the state were deleted; remove donate_argnums from the compiled functions')
+        raise InputError(
+            f'{where}: arrays of the state were deleted; remove donate_argnums from the compiled functions'
+        )
     if result is None or isinstance(result, (bool, np.bool_)):
         return bool(result)
     if isinstance(result, (jax.Array, np.ndarray)) and result.shape == () and result.dtype == bool:
