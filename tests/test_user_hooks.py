@@ -24,7 +24,8 @@ from tests.user_modules import write_module
 
 OPTIMIZERS, CHECK = python_blocks('docs/tutorials/optimizer.md')
 WATCH, WATCHED = python_blocks('docs/tutorials/callbacks.md')
-# An optimizer whose state begins as a copy of the parameters, as that of schedule-free methods does.
+# An optimizer whose state begins as a copy of the parameters, as that of schedule-free methods does, and contains
+# Python numbers, None, a list and a tuple.
 ANCHOR = """
 import jax
 import optax
@@ -32,12 +33,14 @@ import optax
 
 def anchor(config, learning_rate, params):
     def init(values):
-        return {'start': jax.tree.map(lambda value: value + 0, values), 'adam': adam.init(values)}
+        start = jax.tree.map(lambda value: value + 0, values)
+        return {'start': start, 'adam': adam.init(values), 'counts': [None, (0, 0.5)]}
 
     def update(grads, state, values):
+        _, (count, decayed) = state['counts']
         updates, after = adam.update(grads, state['adam'], values)
         pull = jax.tree.map(lambda start, value: 0.01 * (start - value), state['start'], values)
-        return optax.tree.add(updates, pull), {'start': state['start'], 'adam': after}
+        return optax.tree.add(updates, pull), {**state, 'adam': after, 'counts': [None, (count + 1, decayed / 2)]}
 
     adam = optax.adam(learning_rate)
     return optax.GradientTransformation(init, update)
@@ -73,15 +76,15 @@ def test_the_code_of_the_optimizer_tutorial_runs(tmp_path, monkeypatch):
 
 
 def test_a_run_with_functions_of_the_user_resumes_bit_for_bit(config, tmp_path, monkeypatch, warnings):
-    name = write_module(tmp_path, monkeypatch, OPTIMIZERS)
-    config = config.replace({'optimizer.name': f'{name}:lion', 'optimizer.schedule': f'{name}:restarts'})
+    name = write_module(tmp_path, monkeypatch, OPTIMIZERS + ANCHOR)
+    config = config.replace({'optimizer.name': f'{name}:anchor', 'optimizer.schedule': f'{name}:restarts'})
     whole = maxlm.Trainer(config, workdir=tmp_path / 'whole').train()
     stopped = maxlm.Trainer(config, workdir=tmp_path / 'run', callbacks=[lambda step, _: step >= 2]).train()
     assert stopped.outcome == 'preempted'
     # The file of the module changes, but not its functions.
-    (tmp_path / f'{name}.py').write_text(OPTIMIZERS + '\n# Edited.\n')
+    (tmp_path / f'{name}.py').write_text(f'{OPTIMIZERS}{ANCHOR}\n# Edited.\n')
     resumed = maxlm.Trainer(config, workdir=tmp_path / 'run').train()
-    assert f'{name}:lion: the file of its module has changed since the last start' in warnings
+    assert f'{name}:anchor: the file of its module has changed since the last start' in warnings
     assert losses(resumed) == losses(whole)
     final = [result.model(6).params for result in (whole, resumed)]
     jax.tree.map(np.testing.assert_array_equal, *final)

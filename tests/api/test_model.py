@@ -64,6 +64,17 @@ def test_the_loss_is_that_of_the_logits(model):
     assert model.loss(TEXT) != pytest.approx(-log_probs[np.arange(len(ids)), ids[::-1]].mean(), rel=1e-3)
 
 
+def test_the_module_computes_the_logits_from_the_parameters(model):
+    ids = np.arange(96, dtype=np.int32)
+    hidden, _, _ = model.module(ids[None])
+    np.testing.assert_allclose((hidden[0] @ model.module.output_kernel())[:, :257], model.logits(ids), atol=1e-3)
+    params = model.params
+    assert params['blocks']['attention']['query']['kernel'].shape[0] == model.config.model.num_layers
+    # Parameters can be changed without a change of the model.
+    changed = {**params, 'embedding': 0 * params['embedding']}
+    assert np.abs(changed['embedding']).max() == 0 < np.abs(model.params['embedding']).max()
+
+
 def test_padding_does_not_change_logits(model):
     """65 tokens are padded to the context of 96, and 64 are not padded."""
     ids = np.arange(65) % 250
