@@ -106,8 +106,11 @@ class Key(NamedTuple):
         """Checks a value independently of other keys; `checked_path` checks paths.
 
         Raises:
-            InputError: the value is outside the range, NaN or infinite, or none of the choices.
+            InputError: the value is None, outside the range, NaN or infinite, or none of the choices.
         """
+        # A Python config can set any key to None.
+        if value is None:
+            raise InputError(f'{self}=None: must be {_EXAMPLES[self.kind]}')
         if self.range is not None and value not in self.range:
             finite = '' if abs(value) < math.inf else 'finite, '
             raise InputError(f'{self}={show_number(value)}: must be {finite}{self.range}')

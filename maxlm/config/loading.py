@@ -238,8 +238,9 @@ def _apply(values: ConfigDict, override: str) -> str:
     key, _, text = override.partition('=')
     key, text = _current(key, text)
     section, _, name = key.partition('.')
-    declared = find_keys(section, [name])
-    values[section][name] = declared[name].parse(text)
+    if section not in SECTIONS:
+        raise InputError(f'--config.{key}: config section {section!r} does not exist; {nearest(section, SECTIONS)}')
+    values[section][name] = find_keys(section, [name])[name].parse(text)
     return key
 
 

@@ -100,6 +100,16 @@ def test_numbers_in_python_configs(key, value):
     assert len(str(error.value)) < 100
 
 
+@pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.name', 'train.loss', 'data.path', 'data.sources'])
+def test_none_in_a_python_config(key):
+    values = loading.default()
+    section, _, name = key.partition('.')
+    values.model.update(num_layers=1, dim=8, num_heads=1)
+    values[section][name] = None
+    with pytest.raises(InputError, match=f'^{key}=None: must be an? (integer|string|tuple)'):
+        loading.build(values)
+
+
 @pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])
 def test_numbers_in_a_config_json(config_file, text):
     written = to_json(loading.load(config_file))
