@@ -86,29 +86,36 @@ def test_a_run_with_functions_of_the_user_resumes_bit_for_bit(config, tmp_path, 
     resumed = maxlm.Trainer(config, workdir=tmp_path / 'run').train()
     assert f'{name}:anchor: the file of its module has changed since the last start' in warnings
     assert losses(resumed) == losses(whole)
-    final = [result.model(6).params for result in (whole, resumed)]
-    jax.tree.map(np.testing.assert_array_equal, *final)
+    norms = [[line.get('train/param_norm') for line in result.metrics] for result in (whole, resumed)]
+    assert norms[0] == norms[1]
     assert [line['train/learning_rate'] for line in whole.metrics if 'train/loss' in line][:4] == pytest.approx(
         [config.optimizer.learning_rate * share for share in (1, 0.75, 0.25, 1)]
     )
 
 
 def test_state_that_contains_parameters_starts_from_a_checkpoint(config, tmp_path, monkeypatch):
-    first = maxlm.Trainer(config, workdir=tmp_path / 'first').train()
+    found = []
+
+    def train(config, name, part):
+        def keep(step, metrics, state):
+            found.append(jax.device_get(part(state)))
+
+        callbacks = [maxlm.StateCallback(keep, every=100)]
+        return maxlm.Trainer(config, workdir=tmp_path / name, callbacks=callbacks).train().workdir
+
+    config = config.replace({'train.num_steps': 2, 'eval.interval': 0})
+    first = train(config, 'first', lambda state: state.params)
     name = write_module(tmp_path, monkeypatch, ANCHOR)
-    found = {}
-
-    def keep(step, metrics, state):
-        found[step] = jax.device_get(state.opt_state['start'])
-
-    config = config.replace({'optimizer.name': f'{name}:anchor', 'train.init_from': first.workdir})
-    maxlm.Trainer(config, workdir=tmp_path / 'second', callbacks=[maxlm.StateCallback(keep, every=6)]).train()
-    jax.tree.map(np.testing.assert_array_equal, found[6], jax.device_get(first.model(6).params))
+    config = config.replace({'optimizer.name': f'{name}:anchor', 'train.init_from': first})
+    train(config, 'second', lambda state: (state.opt_state['start'], state.params))
+    jax.tree.map(np.testing.assert_array_equal, found[0], found[1][0])
+    # Negative control: the second run has changed its parameters.
+    assert np.abs(found[1][0]['embedding'] - found[1][1]['embedding']).max() > 0
 
 
 def test_an_ignored_learning_rate_is_reported(config, tmp_path, monkeypatch, warnings):
     name = write_module(tmp_path, monkeypatch, OPTIMIZERS.replace('optax.lion(learning_rate', 'optax.lion(1e-3'))
-    config = config.replace({'optimizer.name': f'{name}:lion', 'train.num_steps': 1})
+    config = config.replace({'optimizer.name': f'{name}:lion', 'train.num_steps': 1, 'eval.interval': 0})
     maxlm.Trainer(config, workdir=tmp_path / 'run').train()
     assert any('its updates do not use the argument learning_rate' in text for text in warnings)
 
