@@ -1,9 +1,9 @@
 """Prints the tests that depend on what changed since a revision: `python -m tools.affected_tests [REVISION]`.
 
 A test depends on the functions of maxlm/ that it executed when `launch/test.sh --map` recorded them; see
-`tools.test_map`. For all other files, and without a recorded map, a test file depends on every project file that it
-imports or names in a string, directly or through other files. REVISION is `main` by default; uncommitted and untracked
-files count as changed.
+`tools.test_map`. For all other files, and without a recorded map, the imports decide: a test file depends on every
+project file that it imports or names in a string, directly or through other files. REVISION is `main` by default.
+Uncommitted and untracked files count as changed.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def _trace(model: ModelConfig) -> tuple[Weight, ...]:
 def kind_of(path: tuple[Any, ...]) -> str:
     """Returns the kind of a parameter, from its path in the tree of parameters.
 
-    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector and
-    codes (codes or scales of a quantized matrix).
+    The kinds are table, head, matrix (of a block), router (of a layer with experts), adapter (of a matrix), vector, and
+    codes. Codes are the codes or scales of a quantized matrix.
 
     Raises:
         InputError: the parameter has an unknown name.

@@ -37,8 +37,8 @@ class FactorState(NamedTuple):
 def factors(config, learning_rate, params):
     """Scales gradients by traces of their second moments.
 
-    The state has matrices of other shapes than the parameters, in dicts below the parameters and in a list without
-    their names, bfloat16, scalars, a Python number and None.
+    The state has matrices of other shapes than the parameters. They are in dicts below the parameters, and in a list
+    without their names. It also has bfloat16, scalars, a Python number and None.
     """
     kinds = [param.kind for param in jax.tree.leaves(params)]
 
