@@ -222,7 +222,7 @@ def test_no_module_imports_tensorflow_or_torch():
 
 
 def test_each_check_of_the_doctor_exists():
-    from maxlm.diagnostics.checks.registry import CHECKS
+    from maxlm.diagnostics.checks.all_checks import CHECKS
 
     for check in CHECKS:
         module, _, function = check.function_path.partition(':')

@@ -27,7 +27,7 @@ from maxlm.huggingface.architectures.architecture import (
 from maxlm.huggingface.architectures.dense import GEMMA3, QWEN2, SMOLLM3
 from maxlm.huggingface.architectures.experts import DEEPSEEK_V2
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
-from maxlm.huggingface.json_fields import Fields, display_value
+from maxlm.huggingface.config_fields import Fields, display_value
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.rope import from_rope, to_rope
 from maxlm.huggingface.tensors.dequantize import METHODS

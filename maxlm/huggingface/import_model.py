@@ -19,8 +19,8 @@ from maxlm.data.tokenizer.model_files import read_json_object
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
+from maxlm.huggingface.config_fields import Fields
 from maxlm.huggingface.export_peft import ADAPTER_CONFIG
-from maxlm.huggingface.json_fields import Fields
 from maxlm.huggingface.original_config import kept_config
 from maxlm.huggingface.state_dict import BUFFERS, HEADS, PREFIXES, Tensor, parameter_shapes, tensors
 from maxlm.huggingface.tensors.dequantize import open_tensors

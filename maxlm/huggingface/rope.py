@@ -12,7 +12,7 @@ from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
-from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.config_fields import Fields
 from maxlm.log import warn_once
 
 DEFAULT_THETA = 10_000.0

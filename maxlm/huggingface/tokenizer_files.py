@@ -28,7 +28,7 @@ from maxlm.data.tokenizer.model_files import (
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries, added_prefix, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.config_fields import Fields
 from maxlm.log import logger
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text

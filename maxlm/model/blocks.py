@@ -22,7 +22,7 @@ from maxlm.model.attention.chunked import ATTENDED
 from maxlm.model.attention.latent import LatentAttention
 from maxlm.model.attention.tree import TokenTree
 from maxlm.model.experts.expert_linear import ExpertLinear
-from maxlm.model.experts.mixture import MixtureOfExperts
+from maxlm.model.experts.mixture_of_experts import MixtureOfExperts
 from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import maxlm
+from maxlm.serving.completion_response import CompletionResponse
 from maxlm.serving.embeddings import EmbeddingResponse, parse_embedding_request
 from maxlm.serving.metrics import CONTENT_TYPE
 from maxlm.serving.middleware import AccessPolicy, SecurityMiddleware, error_response, internal_error
@@ -34,7 +35,6 @@ from maxlm.serving.schema.tokens import (
     parse_tokenize,
 )
 from maxlm.serving.service import Service
-from maxlm.serving.streaming import CompletionResponse
 from maxlm.serving.tokenization import detokenize, tokenize, tokenizer_info
 
 # Path → options that document the endpoint.

@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import text_prompt
+from maxlm.serving.completion_response import KEEPALIVE_SECONDS, EngineResponse
 from maxlm.serving.encoding import timeout_error
 from maxlm.serving.request_parsing import ServedModel, check_size
 from maxlm.serving.schema.base import parse_prompts
 from maxlm.serving.schema.errors import ApiError, from_input_error
 from maxlm.serving.schema.tokens import MAX_INPUTS, EmbeddingRequest
 from maxlm.serving.service import PendingRequest, Service
-from maxlm.serving.streaming import KEEPALIVE_SECONDS, EngineResponse
 
 # Seconds until an input is submitted again after the queue was full.
 _RETRY_SECONDS = 0.1

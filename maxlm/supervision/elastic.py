@@ -1,7 +1,7 @@
 """Supervises one host of an elastic run, which continues with the remaining hosts after one is lost.
 
-The hosts find each other in the workdir; see `registry`. `membership` decides which of them train together. The command
-gets its rank, the number of hosts and the address of rank 0 in environment variables.
+The hosts find each other in the workdir; see `elastic_hosts`. `membership` decides which of them train together. The
+command gets its rank, the number of hosts and the address of rank 0 in environment variables.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, os_message
 from maxlm.runtime.rendezvous import COORDINATOR, NUM_PROCESSES, PROCESS_ID
+from maxlm.supervision.elastic_hosts import ElasticHosts
 from maxlm.supervision.membership import (
     DONE,
     LEFT,
@@ -32,7 +33,6 @@ from maxlm.supervision.membership import (
     next_generation,
     reason_to_stop,
 )
-from maxlm.supervision.registry import Registry
 from maxlm.supervision.restarts import Policy, RestartHistory, newest_step, next_action
 from maxlm.supervision.supervisor import TICK_SECONDS, Supervisor, report
 
@@ -62,7 +62,7 @@ class ElasticSupervisor(Supervisor):
     def __init__(self, command: Sequence[str], policy: Policy, settings: ElasticSettings):
         super().__init__(command, policy)
         self._settings = settings
-        self._registry = Registry(Path(policy.workdir))
+        self._registry = ElasticHosts(Path(policy.workdir))
         self._host = HostState(uuid.uuid4().hex, socket.gethostname(), '', LEFT, 0)
         self._hosts = Hosts(self._host.token)
         self._history = RestartHistory(newest_step(policy.workdir), 0, policy.backoff)

@@ -17,7 +17,7 @@ START_TICKS = 10 * LOST_TICKS
 
 # States of a host. Only a ready host can be a member of the next generation.
 READY, RUNNING, PAUSED, LEFT, DONE = 'ready', 'running', 'paused', 'left', 'done'
-# A device of the host computes wrong results. The host does not join the run again; see `Registry.quarantine`.
+# A device of the host computes wrong results. The host does not join the run again; see `ElasticHosts.quarantine`.
 QUARANTINED = 'quarantined'
 GONE = (LEFT, DONE, QUARANTINED)
 

@@ -21,7 +21,7 @@ from maxlm.storage.json_fields import number
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
-from maxlm.supervision.registry import FOLDER, quarantined_hosts
+from maxlm.supervision.elastic_hosts import FOLDER, quarantined_hosts
 from maxlm.telemetry.goodput import ACTIVITIES, ADDED_LATER, GoodputLog, attempts_of
 from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive

@@ -11,7 +11,7 @@ from maxlm.data.documents.document import raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
-from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.record_formats import find_format
 from maxlm.errors import InputError
 
 TEXTS = ['a', None, '', 'ü']

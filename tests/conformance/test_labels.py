@@ -15,7 +15,7 @@ from maxlm.data.documents.preference import has_preference, parse_preference
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
-from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.record_formats import find_format
 from maxlm.errors import InputError
 
 GOOD = (True, 1, 1.0, 'true', 'True', 'TRUE', ' true ', '1')

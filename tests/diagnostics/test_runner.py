@@ -8,7 +8,7 @@ import types
 import pytest
 
 from maxlm.diagnostics import jax_subprocess, runner
-from maxlm.diagnostics.checks.registry import CHECKS, NAMES, choose
+from maxlm.diagnostics.checks.all_checks import CHECKS, NAMES, choose
 from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.diagnostics.result import ok
 from maxlm.diagnostics.runner import Check, run_checks

@@ -10,7 +10,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, choose_architecture, from_config, to_config
-from maxlm.huggingface.json_fields import Fields
+from maxlm.huggingface.config_fields import Fields
 from maxlm.huggingface.original_config import export_config
 from tests.huggingface.expert_models import EXPERT_MODELS
 from tests.small import LATENT, model_keys, small_config

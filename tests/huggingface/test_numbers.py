@@ -8,7 +8,7 @@ import pytest
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import from_config
-from maxlm.huggingface.json_fields import display_value
+from maxlm.huggingface.config_fields import display_value
 from maxlm.huggingface.numbers import NUMBERS
 from maxlm.huggingface.tokenizer_files import files_for_import
 

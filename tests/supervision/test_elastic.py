@@ -12,8 +12,8 @@ import time
 import pytest
 
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_PREEMPTED
+from maxlm.supervision.elastic_hosts import ElasticHosts, quarantined_hosts
 from maxlm.supervision.membership import QUARANTINED
-from maxlm.supervision.registry import Registry, quarantined_hosts
 from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments, curve, run
 from tests.conftest import ROOT
@@ -204,7 +204,7 @@ def test_a_host_with_a_faulty_device_is_quarantined(start, tmp_path):
     assert faulty.process.wait(30) == EXIT_DEVICE
     hosts.remove(faulty)
     name = socket.gethostname()
-    (state,) = [host for host in Registry(tmp_path / 'run').hosts() if host.state == QUARANTINED]
+    (state,) = [host for host in ElasticHosts(tmp_path / 'run').hosts() if host.state == QUARANTINED]
     assert state.name == name
     wait_for_size(hosts, 2, since=1)
     for host in hosts:

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.supervision.registry import Registry
+from maxlm.supervision.elastic_hosts import Registry
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.run_history import HistoryReader, read_history
 from maxlm.telemetry.run_status import run_status

@@ -15,7 +15,7 @@ import sys
 from maxlm.cli.hints import print_next
 from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
-from maxlm.diagnostics.checks.registry import CHECKS, choose
+from maxlm.diagnostics.checks.all_checks import CHECKS, choose
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.output import as_json, as_lines, print_results, progress, worst_status
 from maxlm.diagnostics.result import CheckStatus

@@ -5,7 +5,7 @@ from __future__ import annotations
 from maxlm.cli.hints import print_next
 from maxlm.cli.parser import ArgumentParser, command_parser, text_argument
 from maxlm.cli.process import run
-from maxlm.data.filters.registry import FILTERS
+from maxlm.data.filters.filters_by_name import FILTERS
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.tokenizer.tokenizer import SPECS
 from maxlm.errors import escape_controls

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from maxlm.data.documents.document import Document, OnBad, raise_bad
 from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.registry import READERS
+from maxlm.data.formats.record_formats import READERS
 from maxlm.storage.errors import StorageError, TransientStorageError
 
 

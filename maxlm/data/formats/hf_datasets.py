@@ -104,7 +104,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the documents of units [start, stop); see `registry.Reader`.
+    """Yields the documents of units [start, stop); see `record_formats.Reader`.
 
     Names are `DATASET:ROW`, or `DATASET:SHARD:ROW` for streamed datasets.
     """

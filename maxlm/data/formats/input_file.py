@@ -37,7 +37,7 @@ class InputFile:
         path: a local path, a URL, or the spec of a dataset (`hf:…`, `tfds:…`).
         name: path relative to the input that contains the file, with `/` as separator. It is the same on every machine.
         source: last component of that input; shares are reported per source.
-        kind: format, a key of `registry.READERS`.
+        kind: format, a key of `record_formats.READERS`.
         size: number of bytes; an estimate for datasets without a known size.
         version: changes when the content changes: modification time, generation, ETag, fingerprint or revision.
     """

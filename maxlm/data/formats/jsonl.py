@@ -29,7 +29,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the documents of the lines that start in bytes [start, stop); see `registry.Reader`.
+    """Yields the documents of the lines that start in bytes [start, stop); see `record_formats.Reader`.
 
     Names are `FILE:BYTE` with the offset of the line in the (decompressed) file, because it is known without reading
     the lines before it.

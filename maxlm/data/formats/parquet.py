@@ -58,7 +58,7 @@ def first_format(file: InputFile, options: ReadOptions) -> str:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the documents of row groups [start, stop); see `registry.Reader`.
+    """Yields the documents of row groups [start, stop); see `record_formats.Reader`.
 
     Names are `FILE:ROW`. Only the columns with the text and `metadata_keys` are read, or with the fields of
     conversations and preferences. Rows without text (null) are skipped.

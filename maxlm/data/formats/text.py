@@ -23,7 +23,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the file as one document; see `registry.Reader`.
+    """Yields the file as one document; see `record_formats.Reader`.
 
     A compressed file is decompressed up to the maximum record size; larger files are reported to `on_bad`.
     """

@@ -57,7 +57,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the texts of examples [start, stop); see `registry.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
+    """Yields the texts of examples [start, stop); see `record_formats.Reader`. Names are `DATASET#SPLIT:EXAMPLE`."""
     options = dataclasses.replace(options, format='text')
     try:
         builder = _opened(file.path, file.version)

@@ -47,7 +47,7 @@ def bounds(file: InputFile) -> Sequence[int]:
 
 
 def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: OnBad) -> Iterator[Document]:
-    """Yields the documents that start in units [start, stop); see `registry.Reader`.
+    """Yields the documents that start in units [start, stop); see `record_formats.Reader`.
 
     A document ends before the next `options.end_of_document`, which is not included. A block of MAX_DOCUMENT_TOKENS
     tokens without an end also ends the document. Each row of a two-dimensional array is a separate stream, without its

@@ -12,7 +12,7 @@ import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
-from maxlm.data.filters.registry import make_cleaner
+from maxlm.data.filters.filters_by_name import make_cleaner
 from maxlm.data.filters.report import EXACT_DUPLICATE, NEAR_DUPLICATE, CleaningReport
 from maxlm.data.prepare.task_results import load_result, pack, save_result, unpack
 from maxlm.errors import InputError

@@ -13,7 +13,7 @@ from maxlm.data.dataset.records import STREAM
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.filters.dedup import choose_bands
-from maxlm.data.filters.registry import describe_filters, make_cleaner
+from maxlm.data.filters.filters_by_name import describe_filters, make_cleaner
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.tokenizer.tokenizer import Tokenizer, check_spec
 from maxlm.errors import InputError, flag

@@ -17,7 +17,7 @@ from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.executors.ray_executor import make_executor
 from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.record_formats import find_format
 from maxlm.data.formats.token_files import check_token_file
 from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
 from maxlm.data.prepare.options import PrepareOptions, chat_facts, made_from

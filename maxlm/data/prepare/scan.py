@@ -16,8 +16,8 @@ from maxlm.data.documents.document import Document
 from maxlm.data.executors.executor import OnProgress
 from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
+from maxlm.data.filters.filters_by_name import describe_filters, make_cleaner
 from maxlm.data.filters.minhash import is_current, minhash_signature
-from maxlm.data.filters.registry import describe_filters, make_cleaner
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
 from maxlm.data.prepare.filter_results import DocumentHash, FilterDecision, FilterDecisions
 from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches

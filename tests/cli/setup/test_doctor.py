@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.cli.setup import doctor
 from maxlm.diagnostics.checks import trial_run
-from maxlm.diagnostics.checks.registry import NAMES
+from maxlm.diagnostics.checks.all_checks import NAMES
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from tests.cli.runs.test_train import SMALL, TINY
 from tests.conftest import ROOT

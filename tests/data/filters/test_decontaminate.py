@@ -7,7 +7,7 @@ import pytest
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.decontaminate import decontaminate
-from maxlm.data.filters.registry import describe_filters, make_cleaner
+from maxlm.data.filters.filters_by_name import describe_filters, make_cleaner
 from maxlm.errors import InputError
 from tests.evaluation.core_bundles import write_bundle
 

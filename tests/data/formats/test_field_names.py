@@ -10,7 +10,7 @@ import pytest
 from maxlm.data.documents.conversation import parse_conversation
 from maxlm.data.documents.field_names import parse_roles
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.record_formats import find_format
 from maxlm.errors import InputError
 
 QUESTION, ANSWER = {'role': 'user', 'content': 'q ü'}, {'role': 'assistant', 'content': 'a'}

@@ -11,7 +11,7 @@ import pytest
 from maxlm.data.formats import file_ranges
 from maxlm.data.formats.file_ranges import FileRange, split_file
 from maxlm.data.formats.input_file import InputFile
-from maxlm.data.formats.registry import READERS
+from maxlm.data.formats.record_formats import READERS
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError, classify_error
 

@@ -25,7 +25,7 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
-from maxlm.data.formats.registry import find_format
+from maxlm.data.formats.record_formats import find_format
 from maxlm.data.prepare.summary import summary
 from maxlm.data.prepare.task_results import load_result
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer

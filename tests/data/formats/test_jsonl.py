@@ -6,7 +6,7 @@ import pytest
 import zstandard
 
 from maxlm.data.documents.read_options import ReadOptions
-from maxlm.data.formats import jsonl, registry
+from maxlm.data.formats import jsonl, record_formats
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
@@ -181,8 +181,8 @@ def test_the_first_line_determines_the_format(tmp_path, name, first, shown, foun
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('gz') else content)
     (file,) = find_inputs([tmp_path / name])
     assert jsonl.first_format(file, ReadOptions()) == shown
-    assert registry.find_format('auto', [file], text_key='text') == found
-    assert registry.find_format('text', [file], text_key='text') == 'text'
+    assert record_formats.find_format('auto', [file], text_key='text') == found
+    assert record_formats.find_format('text', [file], text_key='text') == 'text'
 
 
 # mtime=0 makes the test id equal in all processes.
@@ -197,7 +197,7 @@ def test_a_damaged_first_line_is_not_a_conversation(tmp_path, content):
         assert jsonl.first_format(file, ReadOptions()) == 'text'
     (tmp_path / 'x.jsonl').unlink()
     with pytest.raises(InputError, match=r'x\.jsonl: (?i:no such file)'):
-        registry.find_format('auto', [dataclasses.replace(file, path=str(tmp_path / 'x.jsonl'))], text_key='text')
+        record_formats.find_format('auto', [dataclasses.replace(file, path=str(tmp_path / 'x.jsonl'))], text_key='text')
 
 
 def test_conversations_are_documents(tmp_path, read):

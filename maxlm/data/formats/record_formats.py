@@ -1,4 +1,4 @@
-"""Registry of input formats and detection of the record format."""
+"""Input formats by name, and detection of the record format."""
 
 from __future__ import annotations
 

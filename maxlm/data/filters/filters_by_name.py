@@ -1,4 +1,4 @@
-"""Registry of filters: filters by name, `decontaminate:PATH`, and `package.module:function` of the user."""
+"""Filters by name: the filters of maxlm, `decontaminate:PATH`, and `package.module:function` of the user."""
 
 from __future__ import annotations
 

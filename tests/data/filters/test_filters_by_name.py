@@ -3,7 +3,7 @@ import pytest
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult, drop_if
-from maxlm.data.filters.registry import FILTERS, describe_filters, make_cleaner
+from maxlm.data.filters.filters_by_name import FILTERS, describe_filters, make_cleaner
 from maxlm.errors import InputError
 from tests.user_modules import write_module
 

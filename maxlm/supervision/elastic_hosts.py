@@ -28,7 +28,7 @@ _QUARANTINED = 'quarantined-'
 _Record = TypeVar('_Record', HostState, Generation)
 
 
-class Registry:
+class ElasticHosts:
     """Directory with the hosts and the generations of a run. All methods except `open` raise OSError."""
 
     def __init__(self, workdir: Path):
