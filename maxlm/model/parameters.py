@@ -144,6 +144,7 @@ class Weight(NamedTuple):
         return self.size // model.num_experts * model.num_experts_per_token
 
 
+@functools.lru_cache(maxsize=128)
 def weights(model: ModelConfig) -> tuple[Weight, ...]:
     """Returns all parameters of a resolved model."""
     # A search over layouts changes these settings, which do not change the parameters.
