@@ -139,7 +139,9 @@ class Reporter:
             self._detects_spikes = True
             logger.info(f'step {step:>7}  the guard detects spikes from this step on (guard.spike_window)')
         names = {f'train/{name}': value for name, value in values.items()}
-        self.step_metrics = {name: float(value) for name, value in names.items() if name in METRICS and not value.ndim}
+        self.step_metrics = {
+            name: float(value) for name, value in names.items() if name in METRICS and not np.ndim(value)
+        }
         self.last_loss = float(values['loss'])
         self.is_finite = math.isfinite(self.last_loss) and math.isfinite(values['param_norm'])
         if step % self._config.train.log_every == 0 or step == self._config.train.num_steps:
