@@ -9,7 +9,7 @@ import fsspec
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.supervision.elastic_hosts import Registry
+from maxlm.supervision.elastic_hosts import ElasticHosts
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.run_history import HistoryReader, read_history
 from maxlm.telemetry.run_status import run_status
@@ -60,10 +60,10 @@ def test_history_of_several_processes(tmp_path):
 
 def test_quarantined_hosts_are_reported(tmp_path):
     workdir = workdirs.two_hosts(tmp_path / 'run')
-    registry = Registry(workdir)
-    registry.open()
+    elastic_hosts = ElasticHosts(workdir)
+    elastic_hosts.open()
     assert read_history(workdir).notes == ()
-    registry.quarantine('host1', 'wrong values')
+    elastic_hosts.quarantine('host1', 'wrong values')
     assert read_history(workdir).notes == ('elastic: host1 is quarantined, because it computed wrong results',)
 
 

@@ -128,9 +128,9 @@ def test_an_ignored_schedule_is_found():
         ({'optimizer__embedding_learning_rate': 0.1}, 'optimizer.embedding_learning_rate=0.1 has no effect'),
         ({'optimizer__adam_learning_rate': 0.1}, 'optimizer.adam_learning_rate=0.1 has no effect'),
         ({'mesh__host_offload': 'optimizer'}, 'host offload requires optimizer.name=adamw'),
-        ({'optimizer__name': 'lion'}, r'must be one of adamw, muon, package.module:function'),
-        ({'optimizer__name': 'my-module:lion'}, 'must be one of'),
-        ({'optimizer__schedule': 'cos'}, "package.module:function; did you mean 'cosine'"),
+        ({'optimizer__name': 'lion'}, 'must be one of adamw, muon, or a function of yours as package.module:name'),
+        ({'optimizer__name': 'my-module:lion'}, 'must have the form package.module:name'),
+        ({'optimizer__schedule': 'cos'}, "package.module:name; did you mean 'cosine'"),
     ],
 )
 def test_keys_without_effect_are_refused(settings, message):
