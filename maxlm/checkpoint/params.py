@@ -168,7 +168,7 @@ def check_tree(
             found = has.get(name, 'missing')
             expected = wants.get(name, 'missing')
             raise InputError(
-                f'{path}: checkpoint of another model: {name} is {found} in the checkpoint but {expected} in the config; '
-                f'{advice}'
+                f'{path}: checkpoint of another model: {name} is {found} in the checkpoint but {expected} in the '
+                f'config; {advice}'
             )
     return unused
