@@ -89,12 +89,12 @@ def surrogate_in(text: str) -> int:
     return -1
 
 
-def nearest(word: str, options: Iterable[str]) -> str:
+def nearest(name: str, options: Iterable[str]) -> str:
     """Returns the end of an error message: the closest option, or all options if none is close."""
     import difflib  # only needed for errors
 
     options = list(options)
-    closest = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    closest = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     if closest:
         return f'did you mean {closest[0]!r}?'
     return f'available: {", ".join(options)}' if options else 'none available'

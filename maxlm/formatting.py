@@ -99,11 +99,11 @@ def format_duration(seconds: float) -> str:
         return f'{seconds:.2f} s'
     if seconds < 59.95:
         return f'{seconds:.1f} s'
-    for limit, unit, small, words in ((_HOUR, _MINUTE, 1, 'min s'), (_DAY, _HOUR, _MINUTE, 'h min')):
+    for limit, unit, small, units in ((_HOUR, _MINUTE, 1, 'min s'), (_DAY, _HOUR, _MINUTE, 'h min')):
         total = round(seconds / small)
         if total * small < limit:
             big, rest = divmod(total, unit // small)
-            return f'{big} {words.split()[0]} {rest:02} {words.split()[1]}'
+            return f'{big} {units.split()[0]} {rest:02} {units.split()[1]}'
     days, hours = divmod(round(seconds / _HOUR), 24)
     return f'{days} d {hours:02} h'
 

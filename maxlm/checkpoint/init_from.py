@@ -112,17 +112,17 @@ class InitCheckpoint(NamedTuple):
         """
         loaded = self.load() if self.load else named_leaves(restore_params(self.step, self.stored, item=self.item))
 
-        def load_leaf(path: tuple[Any, ...], wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
             name = '.'.join(map(key_name, path))
             source = self.source_of(name)
             if source not in loaded:
                 return missing[name]
             if self.upcycled is not None and is_stacked(name):
-                return upcycle(name, loaded[source], wanted, self.upcycled)
+                return upcycle(name, loaded[source], target, self.upcycled)
             if self.vocab_resize is None or name not in VOCABULARY:
                 return loaded[name]
             return _resize_table(
-                loaded.pop(name), wanted, axis=VOCABULARY[name], num_old_tokens=self.vocab_resize.num_old_tokens
+                loaded.pop(name), target, axis=VOCABULARY[name], num_old_tokens=self.vocab_resize.num_old_tokens
             )
 
         return jax.tree_util.tree_map_with_path(load_leaf, abstract)
@@ -198,13 +198,13 @@ def context_change_text(step: epath.Path, config: Config) -> str:
         return ''
     # An imported model has no num_steps, and its data.seq_len is not its training length.
     trained_at = before.data.seq_len if before.train.num_steps else before.model.max_positions
-    facts = _position_changes(before.model, config.model, trained_at)
-    if trained_at == config.data.seq_len and not facts:
+    changes = _position_changes(before.model, config.model, trained_at)
+    if trained_at == config.data.seq_len and not changes:
         return ''
     kind = f'{config.model.position_embedding} positions, unchanged'
     return (
         f'sequence length: {trained_at} in the checkpoint, {config.data.seq_len} in this run '
-        f'({", ".join(facts) or kind})'
+        f'({", ".join(changes) or kind})'
     )
 
 
@@ -227,13 +227,13 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
 def _position_changes(before: ModelConfig, now: ModelConfig, trained_at: int) -> list[str]:
     if now.position_embedding != 'rotary' or before.position_embedding != 'rotary':
         return []
-    facts = []
+    changes = []
     if now.rope_theta != before.rope_theta:
-        facts.append(f'rope_theta {before.rope_theta:g} → {now.rope_theta:g}')
+        changes.append(f'rope_theta {before.rope_theta:g} → {now.rope_theta:g}')
     old, new = _scaling(before, trained_at), _scaling(now, trained_at)
     if old != new:
-        facts.append(new if old == 'no scaling' else f'{old} → {new}')
-    return facts
+        changes.append(new if old == 'no scaling' else f'{old} → {new}')
+    return changes
 
 
 def _scaling(model: ModelConfig, trained_at: int) -> str:
@@ -295,14 +295,16 @@ def _check_adapters(
 def _check_positions(path: epath.Path, has: Mapping[str, Any], wants: Mapping[str, Any]) -> None:
     if POSITIONS not in has or POSITIONS not in wants:
         return
-    (there, *width), (wanted, *wanted_width) = has[POSITIONS].shape, wants[POSITIONS].shape
-    if width != wanted_width:
+    (stored, *width), (requested, *requested_width) = has[POSITIONS].shape, wants[POSITIONS].shape
+    if width != requested_width:
         return
-    if there != wanted:
-        more = f', and data.seq_len={there} or less (only rotary positions can be extended)' if there < wanted else ''
+    if stored != requested:
+        more = (
+            f', and data.seq_len={stored} or less (only rotary positions can be extended)' if stored < requested else ''
+        )
         raise InputError(
-            f'{path}: the checkpoint has learned positions for {there} tokens, but the config has {wanted} '
-            f'(model.max_positions, or data.seq_len if that is 0); set model.max_positions={there}{more}'
+            f'{path}: the checkpoint has learned positions for {stored} tokens, but the config has {requested} '
+            f'(model.max_positions, or data.seq_len if that is 0); set model.max_positions={stored}{more}'
         )
 
 
@@ -361,33 +363,33 @@ def _is_equal_except_axis(shape: tuple[int, ...], other: tuple[int, ...], axis: 
     return (*shape[:axis], *shape[axis + 1 :]) == (*other[:axis], *other[axis + 1 :])
 
 
-def _stored_table(wanted: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
+def _stored_table(target: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int) -> jax.ShapeDtypeStruct:
     """Returns the stored table on the device, replicated over the vocabulary, whose size may be indivisible."""
-    sharding = wanted.sharding
+    sharding = target.sharding
     assert isinstance(sharding, NamedSharding)
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     spec[axis] = None
-    before = tuple(shape[axis] if place == axis else size for place, size in enumerate(wanted.shape))
+    before = tuple(shape[axis] if place == axis else size for place, size in enumerate(target.shape))
     return jax.ShapeDtypeStruct(
-        before, wanted.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind='device')
+        before, target.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind='device')
     )
 
 
-def _resize_table(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, axis: int, num_old_tokens: int) -> jax.Array:
+def _resize_table(table: jax.Array, target: jax.ShapeDtypeStruct, *, axis: int, num_old_tokens: int) -> jax.Array:
     """Resizes a table to a shape and sharding. Rows from `num_old_tokens` on become the mean of the rows before.
 
     Source of the mean: Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models". Randomly
     initialized rows may be more likely than all other tokens together. The mean row is not.
     """
-    rows = wanted.shape[axis]
-    assert num_old_tokens <= table.shape[axis] <= rows, (num_old_tokens, table.shape, wanted.shape)
-    sharding = wanted.sharding
+    rows = target.shape[axis]
+    assert num_old_tokens <= table.shape[axis] <= rows, (num_old_tokens, table.shape, target.shape)
+    sharding = target.sharding
     assert isinstance(sharding, NamedSharding)
 
     def grow(table: jax.Array) -> jax.Array:
         mean = jax.lax.slice_in_dim(table, 0, num_old_tokens, axis=axis).mean(axis, keepdims=True)
         padding = [(0, rows - table.shape[axis] if place == axis else 0) for place in range(table.ndim)]
-        is_old = jax.lax.broadcasted_iota(jnp.int32, wanted.shape, axis) < num_old_tokens
+        is_old = jax.lax.broadcasted_iota(jnp.int32, target.shape, axis) < num_old_tokens
         return jnp.where(is_old, jnp.pad(table, padding), mean)
 
     on_device = jax.jit(grow, out_shardings=sharding.with_memory_kind('device'))(table)

@@ -138,7 +138,7 @@ _MAIN_THREAD = threading.main_thread().ident
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    return any(words in str(error) for words in ('Event loop is closed', 'TensorStore'))
+    return any(message in str(error) for message in ('Event loop is closed', 'TensorStore'))
 
 
 def _on_exception(kind: type, error: BaseException, trace: Any) -> None:

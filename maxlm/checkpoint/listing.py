@@ -51,35 +51,35 @@ def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
     Raises:
         InputError: the workdir has no checkpoint, or not the requested one.
     """
-    workdir, wanted = split_name(checkpoint)
+    workdir, step_name = split_name(checkpoint)
     steps = list_checkpoints(workdir)
-    chosen = select_step(display_path(checkpoint), display_path(workdir), wanted, losses_of(steps))
-    return CheckpointRef(workdir, [one for one in steps if one.step == chosen or not wanted])
+    chosen = select_step(display_path(checkpoint), display_path(workdir), step_name, losses_of(steps))
+    return CheckpointRef(workdir, [one for one in steps if one.step == chosen or not step_name])
 
 
-def select_step(given: str, workdir: str, wanted: str, losses: Losses) -> int:
-    """Returns the step of a workdir with the number `wanted`, the `best` one, or the newest one if it is ''.
+def select_step(reference: str, workdir: str, step_name: str, losses: Losses) -> int:
+    """Returns the step of a workdir with the number `step_name`, the `best` one, or the newest one if it is ''.
 
     Args:
-        given: checkpoint as given by the user, for error messages.
+        reference: checkpoint as given by the user, for error messages.
         workdir: its workdir, for error messages.
-        wanted: second result of `split_name`.
+        step_name: second result of `split_name`.
         losses: existing checkpoints.
 
     Raises:
         InputError: there is no such step.
     """
     if not losses:
-        raise InputError(f'{given}: no checkpoint in {workdir}/{CHECKPOINTS_DIR}; choose a workdir of maxlm train')
-    if not wanted:
+        raise InputError(f'{reference}: no checkpoint in {workdir}/{CHECKPOINTS_DIR}; choose a workdir of maxlm train')
+    if not step_name:
         return max(losses)
     steps = {str(step): step for step in sorted(losses)}
-    chosen = best_step(losses) if wanted == BEST else steps.get(wanted)
+    chosen = best_step(losses) if step_name == BEST else steps.get(step_name)
     if chosen is None:
-        reason = f'step {wanted!r} does not exist'
-        if wanted == BEST:
+        reason = f'step {step_name!r} does not exist'
+        if step_name == BEST:
             reason = 'no step was saved with a validation loss (eval.interval)'
-        raise InputError(f'{given}: {reason}; available steps: {", ".join(steps)}')
+        raise InputError(f'{reference}: {reason}; available steps: {", ".join(steps)}')
     return chosen
 
 

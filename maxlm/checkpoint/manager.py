@@ -132,7 +132,7 @@ class Checkpoints:
         Args:
             step: number of the step.
             state: state after that step.
-            fingerprint: data fingerprint: the facts that determine the order of the data.
+            fingerprint: data fingerprint: the settings that determine the order of the data.
             validation_loss: validation loss of this state, if it was evaluated.
             history: other JSON data of the run. `restore` returns {} if it was empty.
             source: arrays of the batch source, equal in all processes.
@@ -366,11 +366,11 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
     Raises:
         InputError: there is no such checkpoint. The message names the option `key` and lists the existing steps.
     """
-    workdir, wanted = split_name(checkpoint)
+    workdir, step_name = split_name(checkpoint)
     directory = to_path(workdir)
-    if not wanted and directory.name.isdigit() and directory.parent.name == CHECKPOINTS_DIR:
+    if not step_name and directory.name.isdigit() and directory.parent.name == CHECKPOINTS_DIR:
         parent = StepDirectory(directory.parent.parent)
         if parent.is_complete(directory.name):
             return directory
-    losses = saved_losses(directory) if wanted == BEST else dict.fromkeys(saved_steps(directory))
-    return directory / CHECKPOINTS_DIR / str(select_step(f'{key}={checkpoint}', str(directory), wanted, losses))
+    losses = saved_losses(directory) if step_name == BEST else dict.fromkeys(saved_steps(directory))
+    return directory / CHECKPOINTS_DIR / str(select_step(f'{key}={checkpoint}', str(directory), step_name, losses))

@@ -43,9 +43,9 @@ def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 
     return params
 
 
-def unused_mtp(stored: Iterable[str], wanted: Iterable[str] = ()) -> set[str]:
+def unused_mtp(stored: Iterable[str], expected: Iterable[str] = ()) -> set[str]:
     """Returns the names of stored parameters of multi-token prediction, or nothing if the model has such parameters."""
-    if any(is_mtp(name) for name in wanted):
+    if any(is_mtp(name) for name in expected):
         return set()
     return {name for name in stored if is_mtp(name)}
 
@@ -165,10 +165,10 @@ def check_tree(
     unused = unused_mtp(has, wants) if may_have_mtp else set()
     for name in sorted((has.keys() | wants.keys()) - unused):
         if has.get(name) != wants.get(name):
-            there = has.get(name, 'missing')
-            wanted = wants.get(name, 'missing')
+            found = has.get(name, 'missing')
+            expected = wants.get(name, 'missing')
             raise InputError(
-                f'{path}: checkpoint of another model: {name} is {there} in the checkpoint but {wanted} in the config; '
-                f'{advice}'
+                f'{path}: checkpoint of another model: {name} is {found} in the checkpoint but {expected} in the '
+                f'config; {advice}'
             )
     return unused

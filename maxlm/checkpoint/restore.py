@@ -40,7 +40,7 @@ class RestoredState(NamedTuple):
 
     Attributes:
         state: the train state.
-        fingerprint: data fingerprint: the facts that determine the order of the data.
+        fingerprint: data fingerprint: the settings that determine the order of the data.
         history: other JSON data of the run.
         source: arrays of the batch source; {} if the step has none.
     """
@@ -145,16 +145,16 @@ def _read(path: epath.Path, abstract: TrainState) -> tuple[dict[str, Any], dict,
         for item, content in zip(checksums.JSON_ITEMS, (progress, fingerprint), strict=True):
             checksums.verify_checksums(path / item, stored, checksums.json_checksum(content))
     translate_errors(path / 'progress', lambda: [int(progress[name]) for name in ('step', 'skipped')])
-    wanted = items_of(abstract)
+    trees = items_of(abstract)
     if not (path / 'ema').is_dir():
-        wanted.pop('ema', None)
+        trees.pop('ema', None)
     if (path / SOURCE).is_dir():
         # Its shapes depend on the step, not on the config.
         leaves = named_leaves(item_metadata(path / SOURCE))
-        wanted[SOURCE] = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
-    for item, tree in wanted.items():
+        trees[SOURCE] = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+    for item, tree in trees.items():
         check_tree(path / item, tree, stored=stored)
-    return {item: read_arrays(path / item, tree) for item, tree in wanted.items()}, progress, fingerprint, stored
+    return {item: read_arrays(path / item, tree) for item, tree in trees.items()}, progress, fingerprint, stored
 
 
 def _agree_on_errors(path: epath.Path, read: Callable[[], T]) -> T:

@@ -116,8 +116,8 @@ class ParamsReader:
                 return
             total = sum(self._layer_checksums.pop(path).values()) % 2**32
         found = {path: f'{self.shapes[path]} {self.dtypes[path].name} {total:08x}'}
-        wanted = {name: text for name, text in (self._checksums or {}).items() if name == path}
-        verify_checksums(self._path, {self._path.name: wanted}, found)
+        expected = {name: text for name, text in (self._checksums or {}).items() if name == path}
+        verify_checksums(self._path, {self._path.name: expected}, found)
 
     def _read(self, path: str, layer: int | None) -> np.ndarray:
         info = type_handlers.ParamInfo(

@@ -79,13 +79,13 @@ def dense_parameters(abstract: Params, model: ModelConfig) -> Params:
     return tree
 
 
-def upcycle(name: str, dense: jax.Array, wanted: jax.ShapeDtypeStruct, config: Config) -> jax.Array:
+def upcycle(name: str, dense: jax.Array, target: jax.ShapeDtypeStruct, config: Config) -> jax.Array:
     """Returns a parameter of the layers of a model with experts.
 
     Args:
         name: dotted path of the parameter.
         dense: parameter `dense_source(name)` of the dense model, [L, …].
-        wanted: shape and sharding of the result, [k, …], [L - k, …] or [L - k, E, …].
+        target: shape and sharding of the result, [k, …], [L - k, …] or [L - k, E, …].
         config: resolved config of the run.
     """
     k = config.model.num_dense_layers
@@ -97,9 +97,9 @@ def upcycle(name: str, dense: jax.Array, wanted: jax.ShapeDtypeStruct, config: C
             return dense_L[:k]
         if not is_of_experts(name):
             return dense_L[k:]
-        copies_LE = jnp.broadcast_to(dense_L[k:, None], wanted.shape)
-        noise_LE = jax.random.normal(key, wanted.shape, dense_L.dtype) * dense_L.std()
+        copies_LE = jnp.broadcast_to(dense_L[k:, None], target.shape)
+        noise_LE = jax.random.normal(key, target.shape, dense_L.dtype) * dense_L.std()
         return copies_LE + config.train.upcycling_noise * noise_LE
 
-    result: jax.Array = jax.jit(convert, out_shardings=wanted.sharding)(dense)
+    result: jax.Array = jax.jit(convert, out_shardings=target.sharding)(dense)
     return result

@@ -13,14 +13,14 @@ from maxlm.errors import InputError
 HINTS = 'MAXLM_HINTS'
 
 
-def print_next(*words: str) -> None:
+def print_next(*command: str) -> None:
     """Prints a command line that the user can run next, on stderr, because stdout contains only results.
 
     MAXLM_HINTS=0 hides it.
     """
     if os.environ.get(HINTS) != '0':
         sys.stdout.flush()
-        print(f'Next: {shlex.join(words)}', file=sys.stderr, flush=True)
+        print(f'Next: {shlex.join(command)}', file=sys.stderr, flush=True)
 
 
 def print_generate(checkpoint: str | Path) -> None:

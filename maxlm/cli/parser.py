@@ -120,17 +120,17 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Accepts underscores in option names, and former option names; see `maxlm.config.renames`."""
         command = self.prog.rpartition('maxlm ')[2]
-        words = list(sys.argv[1:] if args is None else args)
-        end = words.index('--') if '--' in words else len(words)
-        words[:end] = [self._current(command, word) for word in words[:end]]
-        return super().parse_known_args(words, namespace)
+        arguments = list(sys.argv[1:] if args is None else args)
+        end = arguments.index('--') if '--' in arguments else len(arguments)
+        arguments[:end] = [self._current(command, argument) for argument in arguments[:end]]
+        return super().parse_known_args(arguments, namespace)
 
-    def _current(self, command: str, word: str) -> str:
-        name, equals, value = word.partition('=')
+    def _current(self, command: str, argument: str) -> str:
+        name, equals, value = argument.partition('=')
         kebab = name.replace('_', '-')
         current = OPTIONS.get(command, {}).get(kebab, kebab)
         if not name.startswith('--') or current not in self._option_string_actions:
-            return word
+            return argument
         if current != kebab:
             report_renamed(f'{command} {kebab}', current)
         return f'{current}{equals}{value}'

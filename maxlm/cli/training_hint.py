@@ -77,7 +77,7 @@ def _config_of(workdir: Path) -> Config | None:
         return None
 
 
-def _changes(config: Config, given: dict[str, Any], dataset: DatasetManifest | None) -> dict[str, Any]:
+def _changes(config: Config, overrides: dict[str, Any], dataset: DatasetManifest | None) -> dict[str, Any]:
     """Returns the keys of the model's own run that a run on the data set must change."""
     train, data = config.train, config.data
     changes: dict[str, Any] = {}
@@ -90,8 +90,8 @@ def _changes(config: Config, given: dict[str, Any], dataset: DatasetManifest | N
         changes |= FIRST_RUN
     elif not (train.global_batch_size or train.global_batch_size_tokens):
         changes['train.global_batch_size'] = FIRST_RUN['train.global_batch_size']
-    wanted: dict[str, tuple[Any, Any]] = {
-        'train.objective': (train.objective, given.get('train.objective', TrainConfig.objective)),
+    defaults: dict[str, tuple[Any, Any]] = {
+        'train.objective': (train.objective, overrides.get('train.objective', TrainConfig.objective)),
         'train.loss': (train.loss, TrainConfig.loss),
         'data.sources': (data.sources, DataConfig.sources),
         'data.sources_schedule': (data.sources_schedule, DataConfig.sources_schedule),
@@ -99,6 +99,6 @@ def _changes(config: Config, given: dict[str, Any], dataset: DatasetManifest | N
         'distill.teacher': (config.distill.teacher, DistillConfig.teacher),
         'distill.logits_dir': (config.distill.logits_dir, DistillConfig.logits_dir),
     }
-    if 'train.objective' in given:
-        wanted['dpo.loss_type'] = (config.dpo.loss_type, given.get('dpo.loss_type', DpoConfig.loss_type))
-    return changes | {key: value for key, (found, value) in wanted.items() if found != value}
+    if 'train.objective' in overrides:
+        defaults['dpo.loss_type'] = (config.dpo.loss_type, overrides.get('dpo.loss_type', DpoConfig.loss_type))
+    return changes | {key: value for key, (found, value) in defaults.items() if found != value}

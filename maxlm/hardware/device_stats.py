@@ -38,8 +38,8 @@ class Accelerators:
     def read(self) -> list[Reading]:
         """Returns one entry for each device with available statistics; empty on a CPU.
 
-        Keys, each of which may be absent: `index` (of JAX in this process), `kind`, `use_percent` (share of time in
-        which it was busy), `memory_bytes` (allocated from the driver; JAX preallocates its share),
+        Keys, each of which may be absent: `index` (of JAX in this process), `kind`, `use_percent` (percentage of time
+        in which it was busy), `memory_bytes` (allocated from the driver; JAX preallocates its part),
         `memory_total_bytes`, `temperature_c`, `power_w`, `power_limit_w`, `clock_mhz`, `clock_max_mhz`, `throttled`
         (reasons for a reduced clock), `ecc_errors` (uncorrected, since the driver was loaded).
         """

@@ -27,13 +27,13 @@ class Reading(NamedTuple):
         process: index of the process.
         line: line of devices.jsonl.
         age: age in seconds.
-        share: fraction of the process's time that was spent in steps that were kept; None: unknown.
+        fraction: fraction of the process's time that was spent in steps that were kept; None: unknown.
     """
 
     process: int
     line: Mapping[str, Any]
     age: float
-    share: float | None
+    fraction: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +173,8 @@ def devices_of(reading: Reading) -> list[Mapping[str, Any]]:
 def _reading(history: RunHistory, process: int, now: float) -> Reading:
     line = history.devices[process][-1]
     goodput_log = history.goodput_logs.get(process)
-    share = goodput_log.fraction if goodput_log and goodput_log.seconds > 0 else None
-    return Reading(process, line, max(0.0, now - (number(line, 'time') or now)), share)
+    fraction = goodput_log.fraction if goodput_log and goodput_log.seconds > 0 else None
+    return Reading(process, line, max(0.0, now - (number(line, 'time') or now)), fraction)
 
 
 def _step(history: RunHistory) -> int:

@@ -71,9 +71,9 @@ def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  '
     return lines
 
 
-def bar(share: float, width: int, style: str, *, full: str = '━', rest: str = '─') -> Text:
+def bar(fraction: float, width: int, style: str, *, full: str = '━', rest: str = '─') -> Text:
     """Draws a bar that is filled by a fraction from 0 to 1."""
-    filled = round(min(max(share, 0.0), 1.0) * width)
+    filled = round(min(max(fraction, 0.0), 1.0) * width)
     return Text.assemble((full * filled, style), (rest * (width - filled), 'dim'))
 
 

@@ -93,12 +93,12 @@ def progress(run: RunSnapshot, width: int) -> list[Text]:
     """Returns the progress bar, and time, cost and tokens, spent and remaining."""
     lines = []
     if run.num_steps:
-        share = run.step / run.num_steps
+        fraction = run.step / run.num_steps
         before = f'step {run.step:,} of {run.num_steps:,} '
         # Round down, so that 100 % means finished.
         after = f' {1000 * run.step // run.num_steps / 10:.1f}%'
         bar_width = width - len(before) - len(after)
-        bars = [bar(share, bar_width, 'green' if run.is_active else 'cyan')] if bar_width > 3 else []
+        bars = [bar(fraction, bar_width, 'green' if run.is_active else 'cyan')] if bar_width > 3 else []
         lines += flow([Text(before, style='bold'), *bars, Text(after, style='bold')], width, separator='')
     elif run.step or run.latest:
         lines.append(field('step', f'{run.step:,}'))
@@ -161,31 +161,31 @@ def goodput(run: RunSnapshot, width: int, *, bars: bool) -> list[Text]:
         return []
     categories = {**{name: (name, '?', 'dim') for name in run.seconds_by_category}, **CATEGORIES}
     ranked = sorted(run.seconds_by_category, key=lambda name: -run.seconds_by_category[name])
-    share = {name: run.seconds_by_category[name] / total for name in ranked}
+    fractions = {name: run.seconds_by_category[name] / total for name in ranked}
     if bars:
-        words = max(len(categories[name][0]) for name in ranked)
+        label_width = max(len(categories[name][0]) for name in ranked)
         lines = []
         for name in ranked:
             label, _, style = categories[name]
             percent, seconds = (
-                f' {format_percent(share[name]):>6}',
+                f' {format_percent(fractions[name]):>6}',
                 f'  {format_duration(run.seconds_by_category[name]):>11}',
             )
-            bar_width = width - words - 1 - len(percent) - len(seconds)
-            elements = [bar(share[name], bar_width, style, full='█', rest=' ')] if bar_width > 3 else []
-            parts = [Text(f'{label:<{words}} ', style='dim'), *elements, Text(percent), Text(seconds)]
+            bar_width = width - label_width - 1 - len(percent) - len(seconds)
+            elements = [bar(fractions[name], bar_width, style, full='█', rest=' ')] if bar_width > 3 else []
+            parts = [Text(f'{label:<{label_width}} ', style='dim'), *elements, Text(percent), Text(seconds)]
             lines.append(flow(parts, width, separator='')[0])
         return lines
     stacked, filled = Text(), 0.0
     for name in ranked:
-        filled += share[name]
+        filled += fractions[name]
         stacked.append(categories[name][1] * (round(filled * width) - len(stacked)), style=categories[name][2])
     legend = [
         Text.assemble(
-            (categories[name][1], categories[name][2]), ' ', field(categories[name][0], format_percent(share[name]))
+            (categories[name][1], categories[name][2]), ' ', field(categories[name][0], format_percent(fractions[name]))
         )
         for name in ranked
-        if share[name] >= 0.0005
+        if fractions[name] >= 0.0005
     ]
     return [stacked, *flow(legend, width, separator='  ')]
 
@@ -225,8 +225,8 @@ def events(run: RunSnapshot, width: int, height: int) -> list[Text]:
         step = number(event, 'step')
         message = text(event, 'message')
         location = f'step {step:,.0f}' if step is not None and not message.startswith('step ') else ''
-        words = ' '.join(filter(None, [when, kind, location]))
-        lines.append(truncate(f'{words}: {message}', width, style))
+        prefix = ' '.join(filter(None, [when, kind, location]))
+        lines.append(truncate(f'{prefix}: {message}', width, style))
     return lines
 
 
@@ -303,8 +303,8 @@ def _host(reading: Reading, hosts: int) -> list[Text]:
     fields = [Text(plain(text(line, 'host')) or f'process {reading.process}')]
     if reading.age > STALE_SECONDS:
         fields.append(Text(f'{format_duration(reading.age)} ago', style='yellow'))
-    if hosts > 1 and reading.share is not None:
-        fields.append(field('in steps', format_percent(reading.share)))
+    if hosts > 1 and reading.fraction is not None:
+        fields.append(field('in steps', format_percent(reading.fraction)))
     cpu, ram, total_ram = (number(line, key) for key in ('cpu_percent', 'ram_bytes', 'ram_total_bytes'))
     process_ram, disk = number(line, 'process_ram_bytes'), number(line, 'disk_free_bytes')
     sent, received = number(line, 'net_sent_bytes_per_second'), number(line, 'net_received_bytes_per_second')

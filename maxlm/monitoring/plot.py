@@ -39,9 +39,9 @@ def plot(
     shown = downsample(curve, 6 * max(width, 1))
     points, finite_marks = finite(shown), finite(marks)
     if not points or height < 2 or width < 12:
-        words = '' if points else 'no values yet'
+        message = '' if points else 'no values yet'
         return [
-            Text((words if row == height // 2 and len(words) <= width else '').center(width), style='dim')
+            Text((message if row == height // 2 and len(message) <= width else '').center(width), style='dim')
             for row in range(height)
         ]
     low, high = _value_range([y for _, y in points], [y for _, y in finite_marks])
@@ -62,7 +62,7 @@ def plot(
             plotext.plot(xs, [min(y, high) for y in ys], marker='braille', color=Color.parse(style).number)
     if finite_marks:
         plotext.scatter(*zip(*finite_marks, strict=True), marker='◆', color=Color.parse(mark_style).number)
-    values = [low + (high - low) * share for share in ((0, 0.5, 1) if height > 5 else (0, 1))]
+    values = [low + (high - low) * fraction for fraction in ((0, 0.5, 1) if height > 5 else (0, 1))]
     plotext.yticks(values, _labels(values))
     plotext.xticks([first, last], [format_si(first), format_si(last)])
     return list(Text.from_ansi(plotext.build()).split('\n'))[:height]

@@ -54,7 +54,7 @@ def page(run: RunSnapshot, width: int) -> list[Text]:
 
 def table(runs: Sequence[RunSnapshot], selected: int, width: int) -> list[Text]:
     """Returns a table with one line per run."""
-    rows = [[Text(word, style='dim') for word in TABLE]]
+    rows = [[Text(title, style='dim') for title in TABLE]]
     for number, run in enumerate(runs):
         mark = '▸' if number == selected else ' '
         done = format_percent(run.step / run.num_steps) if run.num_steps else DASH
@@ -158,5 +158,5 @@ def _right(run: RunSnapshot, width: int, height: int) -> list[Text]:
 def _rule(title: str, width: int) -> Text:
     if not title:
         return Text('─' * width, style='dim')
-    words = truncate(title, max(width - 3, 1))
-    return Text.assemble(('─ ', 'dim'), words, (' ' + '─' * (width - words.cell_len - 3), 'dim'))
+    text = truncate(title, max(width - 3, 1))
+    return Text.assemble(('─ ', 'dim'), text, (' ' + '─' * (width - text.cell_len - 3), 'dim'))

@@ -35,9 +35,9 @@ def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str,
 
     Returns None if the command names none, or if this checkout does not contain the file or variant.
     """
-    words = [str(word) for word in command]
-    values = [word.partition('=')[2] for word in words if word.startswith('--config=')]
-    values += [after for word, after in itertools.pairwise(words) if word == '--config']
+    arguments = [str(argument) for argument in command]
+    values = [argument.partition('=')[2] for argument in arguments if argument.startswith('--config=')]
+    values += [after for argument, after in itertools.pairwise(arguments) if argument == '--config']
     match = _CONFIG.fullmatch(values[-1]) if values else None
     if match is None or not (folder / f'{match[1]}.py').is_file():
         return None
@@ -50,7 +50,7 @@ def shipped_config(command: Sequence[str], folder: Path = SHIPPED) -> tuple[str,
 
 def differences(config: Config, shipped: Config, command: Sequence[str]) -> list[Difference]:
     """Returns the keys in which a run's config differs from a shipped one, those of the command line first."""
-    overrides, _ = split_overrides([str(word) for word in command])
+    overrides, _ = split_overrides([str(argument) for argument in command])
     override_keys = {override.partition('=')[0] for override in overrides}
     shipped_values, values = flatten(shipped), flatten(config)
     changed = [

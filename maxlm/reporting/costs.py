@@ -41,16 +41,16 @@ def price_note(run: ReportedRun) -> str:
     """Returns the sources of the prices, and what has no price."""
     attempts = run.goodput_log.attempts if run.goodput_log else []
     unpriced = sum(attempt.dollars is None for attempt in attempts)
-    words = []
+    notes = []
     if attempts and unpriced == len(attempts):
-        words.append('The price of the devices is unknown; set train.price_per_hour.')
+        notes.append('The price of the devices is unknown; set train.price_per_hour.')
     elif attempts:
         source = text(run.started, 'price_source')
-        words.append(f'Price of the devices: {source}.' if source else '')
-        words.append(f'{unpriced} of {len(attempts)} attempts have no price and are not counted.' if unpriced else '')
+        notes.append(f'Price of the devices: {source}.' if source else '')
+        notes.append(f'{unpriced} of {len(attempts)} attempts have no price and are not counted.' if unpriced else '')
     if run.history.stored and storage_price(_location(run)) is not None:
-        words.append(f'Price of storage: {STORAGE_SOURCE}.')
-    return ' '.join(filter(None, words))
+        notes.append(f'Price of storage: {STORAGE_SOURCE}.')
+    return ' '.join(filter(None, notes))
 
 
 def _parts(run: ReportedRun) -> dict[str, tuple[str, str]]:

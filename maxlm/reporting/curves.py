@@ -61,13 +61,13 @@ def break_at_gaps(points: Sequence[Point], max_gap: float) -> list[Point]:
     return result
 
 
-def outlier_limit(values: Sequence[float], share: float = 0.02) -> float | None:
-    """Returns the upper end of a plot that omits values far above all but a fraction `share`; None without outliers.
+def outlier_limit(values: Sequence[float], fraction: float = 0.02) -> float | None:
+    """Returns the upper end of a plot that omits values far above all but `fraction` of the values; None without outliers.
 
     A run's first losses and its spikes would otherwise compress the rest of the curve.
     """
     if len(values) < 50:
         return None
     ordered = sorted(values)
-    low, quantile, high = ordered[0], ordered[int((1 - share) * (len(ordered) - 1))], ordered[-1]
+    low, quantile, high = ordered[0], ordered[int((1 - fraction) * (len(ordered) - 1))], ordered[-1]
     return None if high <= 2 * quantile - low else quantile + 0.25 * (quantile - low)

@@ -9,8 +9,8 @@ from maxlm.formatting import format_duration, format_percent
 from maxlm.reporting.run_summary import ReportedRun
 from maxlm.telemetry.goodput import Attempt
 
-# Category → words, in the order of a bar.
-WORDS = {
+# Category → label, in the order of a bar.
+LABELS = {
     'step': 'productive steps',
     'rollout': 'rollouts',
     'evaluation': 'evaluation',
@@ -42,7 +42,7 @@ class Bar(NamedTuple):
     def parts(self) -> list[tuple[str, float, float]]:
         """Returns (category, start, duration) of each segment of the bar, in seconds."""
         parts, start = [], 0.0
-        for category in WORDS:
+        for category in LABELS:
             if (length := self.seconds.get(category, 0.0)) > 0:
                 parts.append((category, start, length))
                 start += length
@@ -50,8 +50,8 @@ class Bar(NamedTuple):
 
     @property
     def description(self) -> str:
-        shares = (f'{WORDS[category]} {length / self.total:.0%}' for category, _, length in self.parts)
-        return f'{self.name}: {", ".join(shares)}'
+        percentages = (f'{LABELS[category]} {length / self.total:.0%}' for category, _, length in self.parts)
+        return f'{self.name}: {", ".join(percentages)}'
 
 
 def bars(runs: Sequence[ReportedRun]) -> list[Bar]:
@@ -81,17 +81,17 @@ def shown_attempts(run: ReportedRun) -> list[Attempt]:
 
 def categories(shown: Sequence[Bar]) -> list[str]:
     """Returns the categories that at least one bar contains."""
-    return [category for category in WORDS if any(bar.seconds.get(category) for bar in shown)]
+    return [category for category in LABELS if any(bar.seconds.get(category) for bar in shown)]
 
 
 def category_rows(shown: Sequence[Bar]) -> list[tuple[str, list[str]]]:
-    """Returns (category, time in each bar with its share), and a row '' with the sums."""
+    """Returns (category, time in each bar with its percentage), and a row '' with the sums."""
     rows = [
-        (category, [_with_share(bar.seconds.get(category, 0.0), bar.total) for bar in shown])
+        (category, [_with_percentage(bar.seconds.get(category, 0.0), bar.total) for bar in shown])
         for category in categories(shown)
     ]
-    return [*rows, ('', [_with_share(bar.total, bar.total) for bar in shown])]
+    return [*rows, ('', [_with_percentage(bar.total, bar.total) for bar in shown])]
 
 
-def _with_share(seconds: float, total: float) -> str:
+def _with_percentage(seconds: float, total: float) -> str:
     return f'{format_duration(seconds)} ({format_percent(seconds / (total or 1.0))})'

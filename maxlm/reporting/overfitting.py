@@ -27,7 +27,7 @@ class Overfitting(NamedTuple):
     training: tuple[float, float]
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return (
             f'Overfitting since step {self.since:,.0f}: the validation loss rose from {self.validation[0]:.3f} to '
             f'{self.validation[1]:.3f} while the training loss fell from {self.training[0]:.3f} to '

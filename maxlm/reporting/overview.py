@@ -89,7 +89,7 @@ def problems(runs: Sequence[ReportedRun]) -> list[str]:
         if run.status.state in _BAD:
             lines.append(f'{run.name} is {run.status.state}{f": {run.status.reason}" if run.status.reason else ""}')
         if run.overfitting:
-            lines.append((f'{run.name}: ' if len(runs) > 1 else '') + run.overfitting.words)
+            lines.append((f'{run.name}: ' if len(runs) > 1 else '') + run.overfitting.summary)
     return lines
 
 
@@ -120,8 +120,8 @@ def _shortlist(names: list[str]) -> str:
     return ', '.join(names[:4] + ([f'{len(names) - 4} more'] if len(names) > 4 else []))
 
 
-def _list(*words: object) -> str:
-    return ', '.join(str(word) for word in words if word)
+def _list(*values: object) -> str:
+    return ', '.join(str(value) for value in values if value)
 
 
 def _source(source: str) -> str:

@@ -33,7 +33,7 @@ from maxlm.telemetry.run_history import RunHistory, read_history
 NAME = 'report.html'
 # File name of the page that compares several runs; it is written to the current directory.
 COMPARISON = 'compare.html'
-# Anchor → words of its link, in the order of the page.
+# Anchor → text of its link, in the order of the page.
 SECTIONS = {
     'summary': '',
     'loss': 'Loss',
@@ -170,7 +170,7 @@ def _environment() -> jinja2.Environment:
         'si': formatting.format_si,
         'time': formatting.format_time,
     }
-    environment.globals |= {'CATEGORIES': goodput.WORDS, 'LEVELS': LEVELS, 'LINKS': SECTIONS, 'MARKS': MARKS}
+    environment.globals |= {'CATEGORIES': goodput.LABELS, 'LEVELS': LEVELS, 'LINKS': SECTIONS, 'MARKS': MARKS}
     environment.globals |= {function.__name__: function for function in _FUNCTIONS}
     return environment
 

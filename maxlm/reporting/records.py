@@ -47,9 +47,9 @@ def shown_samples(run: ReportedRun) -> tuple[list[tuple[str, list[tuple[float | 
     return shown, len(by_prompt) - len(shown)
 
 
-def shorten(words: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
     """Returns a text of at most `length` characters, with an ellipsis if it is longer."""
-    return words if len(words) <= length else f'{words[:length]} …'
+    return text if len(text) <= length else f'{text[:length]} …'
 
 
 def _evenly_spaced(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -67,7 +67,7 @@ class ReportedRun:
     @property
     def command(self) -> list[str]:
         # Earlier versions recorded the values of all keys.
-        return public_command([str(word) for word in items(self.started, 'command')])
+        return public_command([str(argument) for argument in items(self.started, 'command')])
 
     @property
     def shell_command(self) -> str:

@@ -241,8 +241,8 @@ def diagnose(lines: dict[int, str]) -> FailureReport:
     """Returns the report that follows from the last status line of each process."""
     statuses = {number: line.partition(' ')[2] for number, line in lines.items()}
     for number, status in statuses.items():
-        word, _, rest = status.partition(' ')
-        if word == 'left':
+        state, _, rest = status.partition(' ')
+        if state == 'left':
             code, listed, reason = rest.split(' ', 2)
             exit_code = EXIT_BAD_INPUT if int(code) == EXIT_BAD_INPUT else EXIT_PREEMPTED
             at_fault = () if listed == '-' else tuple(map(int, listed.split(',')))

@@ -154,9 +154,9 @@ def _check_address(address: str) -> None:
 def _on_tpu(environment: Mapping[str, str]) -> bool:
     """Returns True if JAX will run on the TPU of this machine. Querying JAX would acquire the TPU."""
     platforms = environment.get('JAX_PLATFORMS', '')
-    wanted = not platforms or 'tpu' in platforms
+    may_use_tpu = not platforms or 'tpu' in platforms
     chips = glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')
-    return wanted and bool(chips) and importlib.util.find_spec('libtpu') is not None
+    return may_use_tpu and bool(chips) and importlib.util.find_spec('libtpu') is not None
 
 
 def _initialize(coordinator: str, **arguments: object) -> None:

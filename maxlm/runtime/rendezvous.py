@@ -101,13 +101,13 @@ def _accept(connection: socket.socket, num_processes: int, connections: dict[int
     Raises:
         InputError: the process has another number of processes, or its ID is already in use.
     """
-    words = _read_line(connection).split()
-    if len(words) != 3 or words[0] != 'maxlm' or not (words[1] + words[2]).isdigit():
+    fields = _read_line(connection).split()
+    if len(fields) != 3 or fields[0] != 'maxlm' or not (fields[1] + fields[2]).isdigit():
         return None
-    number = int(words[2])
+    number = int(fields[2])
     wrong = ''
-    if int(words[1]) != num_processes:
-        wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 but {words[1]} in process {number}'
+    if int(fields[1]) != num_processes:
+        wrong = f'MAXLM_NUM_PROCESSES={num_processes} in process 0 but {fields[1]} in process {number}'
     elif number in connections and _is_connected(connections[number]):
         wrong = f'MAXLM_PROCESS_ID={number} is set in two processes'
     if wrong:

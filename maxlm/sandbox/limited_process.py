@@ -6,7 +6,7 @@ such a process, and the next request starts another one. Untrusted programs need
     def count(request: bytes) -> bytes:  # In module m. An InputError reaches the caller.
         return str(len(request)).encode()
 
-    limited_process('m:count').ask(b'abc')  # b'3'
+    limited_process('m:count').call(b'abc')  # b'3'
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Running:
 class LimitedProcess:
     """Handle of a process that starts at the first request, and again after it was killed.
 
-    `ask` is thread-safe. One thread at a time may use `send` and `result` instead.
+    `call` is thread-safe. One thread at a time may use `send` and `result` instead.
     """
 
     def __init__(self, function: str, limits: ProcessLimits | None = None):
@@ -154,7 +154,7 @@ class LimitedProcess:
         """True if the process has started and has not been killed."""
         return self._running.connection is not None
 
-    def ask(self, request: bytes, is_cancelled: Callable[[], bool] | None = None) -> bytes:
+    def call(self, request: bytes, is_cancelled: Callable[[], bool] | None = None) -> bytes:
         """Returns the result of a request.
 
         Args:
@@ -178,7 +178,7 @@ class LimitedProcess:
             send(connection, REQUEST, request)
 
     def result(self, is_cancelled: Callable[[], bool] | None = None) -> bytes:
-        """Waits for the result of the earliest request without one. Raises as `ask`."""
+        """Waits for the result of the earliest request without one. Raises as `call`."""
         with self._checked():
             deadline = time.monotonic() + self._limits.timeout
             while is_cancelled is not None and not self.has_result(_POLL_SECONDS):

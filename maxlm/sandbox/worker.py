@@ -40,9 +40,9 @@ PRELOADED_MODULES = (
 EXIT_CLOSED = 3
 
 
-def main(connection: socket.socket, given: str) -> NoReturn:
-    """Serves requests on the socket with the settings `given`, as JSON, until the pool closes it."""
-    settings = json.loads(given)
+def main(connection: socket.socket, settings_text: str) -> NoReturn:
+    """Serves requests on the socket with the settings in `settings_text`, a JSON text, until the pool closes it."""
+    settings = json.loads(settings_text)
     # Programs find no modules of this package.
     del sys.path[0]
     signal.signal(signal.SIGINT, signal.SIG_IGN)

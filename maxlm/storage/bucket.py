@@ -71,7 +71,7 @@ class Bucket:
         self._filesystem, root = open_filesystem(self.url)
         self._root = root.rstrip('/')
         # S3's ETags of encrypted objects are not MD5. The client's own checksum protects uploads to S3.
-        self.tells_md5 = self.url.startswith(('gs://', 'gcs://'))
+        self.has_md5_digests = self.url.startswith(('gs://', 'gcs://'))
 
     def list(self, prefix: str = '') -> dict[str, Listed]:
         """Lists all objects below `prefix/`, or below the URL.
@@ -80,26 +80,26 @@ class Bucket:
             BucketError: the objects cannot be listed.
         """
         below = f'{self._root}/{prefix}'.rstrip('/')
-        found: dict[str, dict[str, Any]] = self._ask(
+        found: dict[str, dict[str, Any]] = self._request(
             prefix, lambda: self._filesystem.find(below, detail=True, withdirs=False)
         )
-        return {name.removeprefix(f'{self._root}/'): _listed(facts) for name, facts in found.items()}
+        return {name.removeprefix(f'{self._root}/'): _listed(info) for name, info in found.items()}
 
     def list_one(self, name: str) -> Listed | None:
         """Returns one object, or None if it does not exist. Raises BucketError if the request fails."""
 
-        def ask() -> Listed | None:
+        def look_up() -> Listed | None:
             try:
                 return _listed(self._filesystem.info(f'{self._root}/{name}'))
             except FileNotFoundError:
                 return None
 
-        return self._ask(name, ask)
+        return self._request(name, look_up)
 
     def read(self, name: str) -> bytes:
         """Returns the content of an object. Raises BucketError if it cannot be read."""
         read = functools.partial(read_verified, self._filesystem, f'{self._root}/{name}', f'{self.url}/{name}')
-        return self._ask(name, read)
+        return self._request(name, read)
 
     def sha256(self, name: str, size: int) -> str:
         """Reads an object in parts and returns its SHA-256. Raises BucketError if it cannot be read."""
@@ -108,12 +108,12 @@ class Bucket:
             read = functools.partial(
                 read_range, self._filesystem, f'{self._root}/{name}', start, min(start + PART_BYTES, size)
             )
-            digest.update(self._ask(name, read))
+            digest.update(self._request(name, read))
         return digest.hexdigest()
 
     def put(self, name: str, content: bytes) -> None:
         """Writes a small object. Raises BucketError if it cannot be written."""
-        self._ask(name, lambda: self._filesystem.pipe_file(f'{self._root}/{name}', content))
+        self._request(name, lambda: self._filesystem.pipe_file(f'{self._root}/{name}', content))
 
     def put_file(self, name: str, path: Path, on_bytes: Callable[[int], None]) -> None:
         """Uploads a file. The object becomes visible when it is complete.
@@ -124,24 +124,24 @@ class Bucket:
         """
         import fsspec.callbacks  # slow to import
 
-        class Told(fsspec.callbacks.Callback):
+        class ProgressCallback(fsspec.callbacks.Callback):
             def call(self, *_: Any, **__: Any) -> None:
                 # fsspec also calls this when it learns the size, before it sends data.
                 if self.value:
                     on_bytes(self.value)
 
         size = path.stat().st_size
-        self._ask(
+        self._request(
             name,
             lambda: self._filesystem.put_file(
-                str(path), f'{self._root}/{name}', chunksize=_part_bytes(size), callback=Told()
+                str(path), f'{self._root}/{name}', chunksize=_part_bytes(size), callback=ProgressCallback()
             ),
         )
 
     def delete(self, names: Iterable[str]) -> None:
         """Deletes objects one after the other. Ignores missing objects. Raises BucketError if a deletion fails."""
         for name in names:
-            self._ask(name, functools.partial(self._remove, f'{self._root}/{name}'))
+            self._request(name, functools.partial(self._remove, f'{self._root}/{name}'))
 
     def describe(self, path: Path) -> LocalFile:
         """Reads a local file once and computes its digests.
@@ -172,11 +172,11 @@ class Bucket:
         with contextlib.suppress(FileNotFoundError):
             self._filesystem.rm_file(path)
 
-    def _ask(self, name: str, ask: Callable[[], T]) -> T:
+    def _request(self, name: str, call: Callable[[], T]) -> T:
         url = f'{self.url}/{name}'
         try:
             self._filesystem.invalidate_cache()
-            return ask()
+            return call()
         # Storage libraries pass on exceptions of their dependencies, which have no common base class.
         except Exception as error:
             known = classify_error(url, error)
@@ -190,8 +190,8 @@ def _part_bytes(size: int) -> int:
     return max(PART_BYTES, math.ceil(size / MOST_PARTS / READ_BYTES) * READ_BYTES)
 
 
-def _listed(facts: dict[str, Any]) -> Listed:
-    digest = str(facts.get('ETag') or '').strip('"')
-    if facts.get('md5Hash'):
-        digest = base64.b64decode(facts['md5Hash']).hex()
-    return Listed(int(facts.get('size') or 0), digest)
+def _listed(info: dict[str, Any]) -> Listed:
+    digest = str(info.get('ETag') or '').strip('"')
+    if info.get('md5Hash'):
+        digest = base64.b64decode(info['md5Hash']).hex()
+    return Listed(int(info.get('size') or 0), digest)

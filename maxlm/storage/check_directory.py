@@ -57,14 +57,14 @@ def find_entries(directory: str | os.PathLike[str], names: Iterable[str]) -> dic
     Raises:
         InputError: the directory cannot be listed, or a file is not a valid entry.
     """
-    wanted, sizes, others = set(names), {}, []
+    expected, sizes, others = set(names), {}, []
     try:
         with os.scandir(directory) as entries:
             for entry in entries:
-                if entry.name in wanted:
-                    facts = entry.stat(follow_symlinks=False)
-                    sizes[entry.name] = facts.st_size
-                    if not stat.S_ISREG(facts.st_mode):
+                if entry.name in expected:
+                    status = entry.stat(follow_symlinks=False)
+                    sizes[entry.name] = status.st_size
+                    if not stat.S_ISREG(status.st_mode):
                         others.append(entry.name)
     except OSError as error:
         raise InputError(f'{directory}: {os_message(error)}; choose a readable directory') from error

@@ -197,8 +197,8 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
 def _fetch(file: RemoteFile, partial: int, on_bytes: Callable[[int], None], call: Call) -> None:
     filesystem, path = open_filesystem(file.url)
 
-    def request(ask: Callable[[], T]) -> T:
-        return call(functools.partial(translate_errors, file.url, ask))
+    def request(read: Callable[[], T]) -> T:
+        return call(functools.partial(translate_errors, file.url, read))
 
     for last_try in (False, True):
         checksum = Checksum('sha256', file.sha256)

@@ -41,19 +41,19 @@ def list_tree(url: str, directory: Path, *, include: str = '', max_files: int = 
     filesystem, path = open_filesystem(url)
     # `?` starts the query of an HTTP URL.
     is_glob = '*' in path if url.startswith('http') else WILDCARDS.search(path) is not None
-    root, facts = translate_errors(url, lambda: _expanded(filesystem, path) if is_glob else _found(filesystem, path))
+    root, entries = translate_errors(url, lambda: _expanded(filesystem, path) if is_glob else _found(filesystem, path))
     prefix = url.partition('://')[0] + '://' if '://' in url else ''
     files = []
-    for full_name in sorted(facts):
+    for full_name in sorted(entries):
         name = full_name[len(root) :].lstrip('/')
-        if facts[full_name]['type'] != 'file' or not name or name.endswith('/'):
+        if entries[full_name]['type'] != 'file' or not name or name.endswith('/'):
             continue
         if {'', '.', '..'} & set(name.split('/')):
             raise InputError(f'{redact(url)}: file name {name!r} is not a valid local path; rename the file')
         if include and not (fnmatch.fnmatch(name, include) or fnmatch.fnmatch(PurePosixPath(name).name, include)):
             continue
         there = full_name if full_name.startswith(prefix) else prefix + full_name
-        files.append(RemoteFile(there, directory / name, int(facts[full_name]['size'] or 0)))
+        files.append(RemoteFile(there, directory / name, int(entries[full_name]['size'] or 0)))
     if not files:
         raise InputError(f'{redact(url)}: no files' + (f' that match {include}' if include else '') + ' found')
     return files[: max_files or len(files)]
@@ -137,10 +137,10 @@ class _Pool:
 
 
 def _found(filesystem: Any, path: str) -> tuple[str, dict[str, Any]]:
-    """Returns the directory that names are relative to, and the files' facts by full name."""
-    facts = filesystem.info(path)
-    if facts['type'] == 'file':
-        return path.rpartition('/')[0], {path: facts}
+    """Returns the directory that names are relative to, and the information on its files by full name."""
+    info = filesystem.info(path)
+    if info['type'] == 'file':
+        return path.rpartition('/')[0], {path: info}
     return path.rstrip('/'), filesystem.find(path, detail=True)
 
 
@@ -148,8 +148,8 @@ def _expanded(filesystem: Any, glob: str) -> tuple[str, dict[str, Any]]:
     first = WILDCARDS.search(glob)
     assert first is not None
     root = glob[: first.start()].rpartition('/')[0]
-    facts = filesystem.glob(glob, detail=True)
-    for name, fact in list(facts.items()):
-        if fact['type'] == 'directory':
-            facts |= filesystem.find(name, detail=True)
-    return root, facts
+    entries = filesystem.glob(glob, detail=True)
+    for name, entry in list(entries.items()):
+        if entry['type'] == 'directory':
+            entries |= filesystem.find(name, detail=True)
+    return root, entries

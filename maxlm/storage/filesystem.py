@@ -20,7 +20,7 @@ from maxlm.storage.regular_files import check_regular, check_size, kind_of, open
 # Read buffer of local files. fsspec reads ahead by itself.
 BUFFER_BYTES = 2**20
 # Fields that change with the content of a remote file, the most reliable first: gcsfs, s3fs, http and memory.
-VERSION_FACTS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified', 'updated', 'created')
+VERSION_FIELDS = ('generation', 'ETag', 'etag', 'md5Hash', 'mtime', 'LastModified', 'updated', 'created')
 _URL = re.compile(r'[A-Za-z][A-Za-z0-9+.-]*://')
 
 
@@ -66,11 +66,11 @@ def stat(path: str) -> Entry:
             # Listings that this process cached may be outdated.
             filesystem.invalidate_cache()
             return _remote_entry(path, name, filesystem.info(root))
-        facts = os.stat(path)
+        status = os.stat(path)
         if os.path.isdir(path):
             return Entry(path, name, 0, '', is_directory=True)
         check_regular(path)
-        return Entry(path, name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
+        return Entry(path, name, status.st_size, str(status.st_mtime_ns), is_directory=False)
     except Exception as error:
         raise classify_error(path, error) from error
 
@@ -86,10 +86,10 @@ def list_directory(path: str) -> list[Entry]:
     try:
         if is_url(path):
             filesystem, root = open_filesystem(path)
-            facts = {fact['name'].rstrip('/'): fact for fact in filesystem.ls(root, detail=True)}
+            infos = {info['name'].rstrip('/'): info for info in filesystem.ls(root, detail=True)}
             # Buckets list an explicitly created directory as an entry of itself.
-            facts.pop(root.rstrip('/'), None)
-            names = {name.rsplit('/', 1)[-1]: fact for name, fact in facts.items()}
+            infos.pop(root.rstrip('/'), None)
+            names = {name.rsplit('/', 1)[-1]: info for name, info in infos.items()}
             return [_remote_entry(_join(path, name), name, names[name]) for name in sorted(names)]
         with os.scandir(path) as entries:
             found = [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
@@ -116,10 +116,10 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
     except Exception as error:
         raise classify_error(path, error) from error
     root = root.rstrip('/') + '/'
-    for full_name, facts in found.items():
+    for full_name, info in found.items():
         name = full_name.removeprefix(root)
         if name and not name.endswith('/') and not any(map(skip, name.split('/'))):
-            yield _remote_entry(_join(path, name), name, facts)
+            yield _remote_entry(_join(path, name), name, info)
 
 
 def open_file(path: str) -> BinaryIO:
@@ -173,7 +173,7 @@ class _RemoteFile(io.RawIOBase):
         self._position = 0
         # CRC32C of the first bytes. Only Google Cloud Storage reports it for each object.
         details = getattr(file, 'details', None)
-        self._facts = details if isinstance(details, dict) and details.get('crc32c') else None
+        self._details = details if isinstance(details, dict) and details.get('crc32c') else None
         self._crc = self._num_hashed = 0
 
     def readable(self) -> bool:
@@ -204,7 +204,7 @@ class _RemoteFile(io.RawIOBase):
             raise TransientStorageError(
                 f'{display_path(self._path)}: received {self._position + len(content):,} of {size:,} bytes'
             )
-        if self._facts and self._position == self._num_hashed:
+        if self._details and self._position == self._num_hashed:
             self._hash(content)
         buffer[: len(content)] = content
         self._position += len(content)
@@ -213,11 +213,11 @@ class _RemoteFile(io.RawIOBase):
     def _hash(self, content: bytes) -> None:
         import google_crc32c  # a dependency of gcsfs
 
-        assert self._facts
+        assert self._details
         self._crc = google_crc32c.extend(self._crc, content)
         self._num_hashed += len(content)
-        expected = int.from_bytes(base64.b64decode(self._facts['crc32c']))
-        if self._num_hashed == self._facts['size'] and self._crc != expected:
+        expected = int.from_bytes(base64.b64decode(self._details['crc32c']))
+        if self._num_hashed == self._details['size'] and self._crc != expected:
             raise TransientStorageError(
                 f'{display_path(self._path)}: its crc32c differs from that of the received bytes'
             )
@@ -249,21 +249,21 @@ def _local_entry(entry: os.DirEntry[str]) -> Entry | None:
     if entry.is_dir():
         return Entry(entry.path, entry.name, 0, '', is_directory=True)
     try:
-        facts = entry.stat()
+        status = entry.stat()
     except OSError:
         return Entry(entry.path, entry.name, 0, '', is_directory=False)
-    if kind_of(facts.st_mode):
+    if kind_of(status.st_mode):
         return None
-    return Entry(entry.path, entry.name, facts.st_size, str(facts.st_mtime_ns), is_directory=False)
+    return Entry(entry.path, entry.name, status.st_size, str(status.st_mtime_ns), is_directory=False)
 
 
-def _remote_entry(path: str, name: str, facts: dict[str, Any]) -> Entry:
-    if facts['type'] == 'directory':
+def _remote_entry(path: str, name: str, info: dict[str, Any]) -> Entry:
+    if info['type'] == 'directory':
         return Entry(path, name, 0, '', is_directory=True)
-    version = next((facts[key] for key in VERSION_FACTS if facts.get(key) not in (None, '')), '')
+    version = next((info[key] for key in VERSION_FIELDS if info.get(key) not in (None, '')), '')
     if isinstance(version, datetime.datetime):
         version = version.isoformat()
-    return Entry(path, name, int(facts.get('size') or 0), str(version).strip('"'), is_directory=False)
+    return Entry(path, name, int(info.get('size') or 0), str(version).strip('"'), is_directory=False)
 
 
 def _join(directory: str, name: str) -> str:

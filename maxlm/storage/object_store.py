@@ -61,15 +61,15 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     return filesystem, kind._strip_protocol(url)
 
 
-def translate_errors(url: str, ask: Callable[[], T]) -> T:
-    """Returns the result of `ask`. Converts errors of storage libraries with `classify_error`.
+def translate_errors(url: str, request: Callable[[], T]) -> T:
+    """Returns the result of `request`. Converts errors of storage libraries with `classify_error`.
 
     Raises:
         StorageError: the request failed.
         TransientStorageError: the request failed and may succeed later.
     """
     try:
-        return ask()
+        return request()
     except InputError:
         raise
     # Storage libraries pass on exceptions of their dependencies, which have no common base class.
@@ -133,20 +133,20 @@ def read_checksum(filesystem: Any, path: str) -> Checksum:
     """Returns the best checksum or version that the bucket reports. Raises the errors of the file system."""
     if 's3' in _protocols(filesystem):
         bucket, _, key = path.partition('/')
-        facts = filesystem.call_s3('head_object', Bucket=bucket, Key=key)
-        etag = facts['ETag'].strip('"')
+        response = filesystem.call_s3('head_object', Bucket=bucket, Key=key)
+        etag = response['ETag'].strip('"')
         # https://docs.aws.amazon.com/AmazonS3/latest/API/API_Object.html: the ETag is an MD5 digest, except for
         # multipart uploads and for objects encrypted with KMS or customer keys.
-        plain = facts.get('ServerSideEncryption', 'AES256') == 'AES256' and 'SSECustomerAlgorithm' not in facts
+        plain = response.get('ServerSideEncryption', 'AES256') == 'AES256' and 'SSECustomerAlgorithm' not in response
         return Checksum('md5', etag) if plain and '-' not in etag else Checksum('', '', version=etag)
-    facts = filesystem.info(path)
-    if facts.get('md5Hash'):
-        return Checksum('md5', base64.b64decode(facts['md5Hash']).hex())
-    if facts.get('crc32c'):
-        return Checksum('crc32c', facts['crc32c'])
+    info = filesystem.info(path)
+    if info.get('md5Hash'):
+        return Checksum('md5', base64.b64decode(info['md5Hash']).hex())
+    if info.get('crc32c'):
+        return Checksum('crc32c', info['crc32c'])
     # Names of ETags and times in other file systems of fsspec.
-    known = [str(facts[name]) for name in ('ETag', 'etag', 'LastModified', 'last_modified', 'mtime') if facts.get(name)]
-    return Checksum('', '', version=f'{facts.get("size")} {" ".join(known)}')
+    known = [str(info[name]) for name in ('ETag', 'etag', 'LastModified', 'last_modified', 'mtime') if info.get(name)]
+    return Checksum('', '', version=f'{info.get("size")} {" ".join(known)}')
 
 
 # Serializes concurrent first calls.

@@ -110,8 +110,8 @@ class PathOption:
             if self.kind is Kind.FILE:
                 raise ValueError(f'{path}: is a directory; give a file')
         elif kind := kind_of(mode):
-            wanted = 'directory' if self.kind is Kind.DIRECTORY else 'regular file'
-            raise ValueError(f'{path}: is {kind}, not a {wanted}; give another path')
+            expected = 'directory' if self.kind is Kind.DIRECTORY else 'regular file'
+            raise ValueError(f'{path}: is {kind}, not a {expected}; give another path')
         elif self.kind is Kind.DIRECTORY:
             raise ValueError(f'{path}: is a file; give a directory')
 

@@ -79,12 +79,12 @@ def find_workdir(command: Sequence[str]) -> str:
 
 def find_option(command: Sequence[str], name: str) -> str:
     """Returns the value of an option of a command, or '' without it."""
-    words = iter(command)
-    for word in words:
-        if word == name:
-            return next(words, '')
-        if word.startswith(f'{name}='):
-            return word.removeprefix(f'{name}=')
+    arguments = iter(command)
+    for argument in arguments:
+        if argument == name:
+            return next(arguments, '')
+        if argument.startswith(f'{name}='):
+            return argument.removeprefix(f'{name}=')
     return ''
 
 

@@ -279,13 +279,13 @@ def _append(path: Path, alert: Alert) -> None:
 
 def _run(command: str, alert: Alert) -> None:
     """Runs a shell command. The alert is passed as JSON on stdin and in environment variables, never in the command."""
-    words = {'MAXLM_ALERT_KIND': alert.kind, 'MAXLM_ALERT_MESSAGE': str(alert)}
+    variables = {'MAXLM_ALERT_KIND': alert.kind, 'MAXLM_ALERT_MESSAGE': str(alert)}
     process = subprocess.Popen(
         ['/bin/sh', '-c', command],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **words},
+        env={**os.environ, **variables},
         # A new session, so that all its processes can be killed together and Ctrl-C does not reach them.
         start_new_session=True,
     )

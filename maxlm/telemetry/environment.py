@@ -28,8 +28,8 @@ _PACKAGES = {
     'maxlm': 'maxlm',
     'libtpu': 'libtpu',
 }
-# Facts of the event `started` on which the bits of a step depend.
-_RESULT_FACTS = {
+# Fields of the event `started` on which the bits of a step depend.
+_RESULT_FIELDS = {
     'versions': ('jax', 'jaxlib', 'flax', 'optax', 'maxlm', 'libtpu', 'cuda_driver'),
     'devices': ('kind', 'count'),
 }
@@ -90,7 +90,7 @@ def result_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
         ['jaxlib 0.10.2 → 0.12.0']
     """
     changes = []
-    for group, names in _RESULT_FACTS.items():
+    for group, names in _RESULT_FIELDS.items():
         old, new = (each.get(group) for each in (before, now))
         if isinstance(old, dict) and isinstance(new, dict):
             pairs = {name: (old[name], new[name]) for name in names if name in old and name in new}

@@ -128,7 +128,7 @@ def self_times(events: Iterable[tuple[str, float, float]]) -> Iterator[tuple[str
 
 
 def log(found: list[Operation], first_step: int, last_step: int) -> None:
-    """Logs the operations with the most time, with their share of the total."""
+    """Logs the operations with the most time, with their fraction of the total."""
     total, steps = sum(operation.seconds for operation in found), last_step - first_step + 1
     logger.info(
         f'profile of steps {first_step} to {last_step}: {total / steps:.4g} s of operations per step, summed over the '

@@ -250,5 +250,5 @@ def _is_goodput_line(line: dict[str, Any]) -> bool:
         return False
     numbers += [seconds.get(name, 0 if name in ADDED_LATER else None) for name in ACTIVITIES]
     numbers += [value for value in optional if value is not None]
-    words = isinstance(line.get('host'), str) and isinstance(line.get('why'), str)
-    return words and all(type(value) in (int, float) and abs(value) < MAX_NUMBER for value in numbers)
+    has_texts = isinstance(line.get('host'), str) and isinstance(line.get('why'), str)
+    return has_texts and all(type(value) in (int, float) and abs(value) < MAX_NUMBER for value in numbers)

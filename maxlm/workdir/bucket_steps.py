@@ -105,7 +105,9 @@ def upload_files(
         found = existing.get(name)
         is_same = found is not None and found.size == file.size
         if is_same and found != Listed(file.size, file.digest):
-            is_same = not bucket.tells_md5 and (not read_back or bucket.sha256(prefix + name, file.size) == file.sha256)
+            is_same = not bucket.has_md5_digests and (
+                not read_back or bucket.sha256(prefix + name, file.size) == file.sha256
+            )
         if not is_same:
             raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: the uploaded content differs from the local file')
 
@@ -142,9 +144,9 @@ def download_step(
         if file.is_complete and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
     _run_all('fetch', [partial(fetch_file, file, on_bytes=on_bytes) for file in files])
-    wanted = {file.path for file in files}
+    expected = {file.path for file in files}
     for path in [path for path in folder.rglob('*') if path.is_file()]:
-        if path not in wanted:
+        if path not in expected:
             path.unlink()
 
 
@@ -164,7 +166,7 @@ def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFil
     existing = _list_files(bucket, step_path)
     if MANIFEST not in existing:
         # Orbax wrote this step into the bucket, so only the bucket's own checksums exist.
-        files = {name: (facts.size, '') for name, facts in existing.items() if not _is_marker(name)}
+        files = {name: (listed.size, '') for name, listed in existing.items() if not _is_marker(name)}
     else:
         files = _read_manifest(bucket, f'{step_path}/{MANIFEST}')
     for name, (size, sha256) in files.items():
@@ -174,8 +176,8 @@ def _remote_files(bucket: Bucket, step: int, folder: Path) -> Iterator[RemoteFil
 def _read_manifest(bucket: Bucket, name: str) -> dict[str, tuple[int, str]]:
     content = bucket.read(name)
     try:
-        facts = parse_json(content)
-        files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in facts['files'].items()}
+        manifest = parse_json(content)
+        files = {str(file): (int(size), str(sha256)) for file, (size, sha256) in manifest['files'].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f'{redact(bucket.url)}/{name}: not a valid file list ({error}); choose another step'
@@ -194,4 +196,4 @@ def _is_marker(name: str) -> bool:
 
 def _list_files(bucket: Bucket, folder: str) -> dict[str, Listed]:
     prefix = f'{folder}/' if folder else ''
-    return {name.removeprefix(prefix): facts for name, facts in bucket.list(folder).items()}
+    return {name.removeprefix(prefix): listed for name, listed in bucket.list(folder).items()}

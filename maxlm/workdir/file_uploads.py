@@ -73,8 +73,8 @@ class FileMirror:
         if started < self._next_upload_time and not self.skip_interval:
             return False
         for name in self._existing_files():
-            facts = (self._upload_state.workdir / name).stat()
-            version = facts.st_size, facts.st_mtime_ns
+            status = (self._upload_state.workdir / name).stat()
+            version = status.st_size, status.st_mtime_ns
             if self._uploaded.get(name) != version:
                 self._upload(name)
                 self._uploaded[name] = version

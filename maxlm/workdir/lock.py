@@ -99,8 +99,8 @@ def is_alive(owner: Owner) -> bool | None:
     """Returns True if the process of a lock is running, or None if this cannot be checked from this process."""
     if not owner.kernel or owner.kernel != _kernel():
         return None
-    born = _start_ticks(owner.pid)
-    if not born:
+    start_ticks = _start_ticks(owner.pid)
+    if not start_ticks:
         try:
             os.kill(owner.pid, 0)
         except PermissionError:
@@ -108,7 +108,7 @@ def is_alive(owner: Owner) -> bool | None:
             return None
         except ProcessLookupError:
             return False
-    return born == owner.born
+    return start_ticks == owner.born
 
 
 class WorkdirLock:
@@ -214,8 +214,8 @@ class WorkdirLock:
             with contextlib.suppress(OSError):
                 draft.unlink()
 
-    def _sibling(self, word: str) -> Path:
-        return self._path.with_name(f'.{LOCK}.{word}.{self._owner.token}')
+    def _sibling(self, label: str) -> Path:
+        return self._path.with_name(f'.{LOCK}.{label}.{self._owner.token}')
 
     def _holder(self, path: Path | None = None) -> Owner | None:
         """Returns the owner of the lock, or None if it cannot be read.

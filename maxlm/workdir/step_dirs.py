@@ -55,9 +55,9 @@ def split_name(checkpoint: str) -> tuple[str, str]:
 
     If a local path does not exist, any text after its @ is a step. In a URL, only a number or `best` is.
     """
-    workdir, _, wanted = checkpoint.rpartition('@')
-    can_be = wanted.isdigit() or wanted == BEST if is_url(checkpoint) else not Path(checkpoint).exists()
-    return (workdir.rstrip('/'), wanted) if workdir and can_be else (checkpoint.rstrip('/'), '')
+    workdir, _, step = checkpoint.rpartition('@')
+    can_be = step.isdigit() or step == BEST if is_url(checkpoint) else not Path(checkpoint).exists()
+    return (workdir.rstrip('/'), step) if workdir and can_be else (checkpoint.rstrip('/'), '')
 
 
 class StepDirectory:

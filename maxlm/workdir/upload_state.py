@@ -26,12 +26,12 @@ class UploadState:
         self.folder = workdir / MIRROR
         self._url = url
         self._lock = threading.Lock()
-        facts = _read(self.folder / 'record.json')
-        if facts.get('url') != url:
-            facts = {}
-        self.steps: dict[int, str] = {int(step): str(mark) for step, mark in facts.get('steps', {}).items()}
+        record = _read(self.folder / 'record.json')
+        if record.get('url') != url:
+            record = {}
+        self.steps: dict[int, str] = {int(step): str(mark) for step, mark in record.get('steps', {}).items()}
         # Name → digests of own uploads that the bucket may have: the last one, and the one in progress.
-        self.files: dict[str, list[str]] = {name: list(known) for name, known in facts.get('files', {}).items()}
+        self.files: dict[str, list[str]] = {name: list(known) for name, known in record.get('files', {}).items()}
 
     def local_steps(self) -> dict[int, str]:
         """Returns the complete local steps with fingerprints that distinguish steps of the same number."""
@@ -40,10 +40,10 @@ class UploadState:
         for entry in os.scandir(folder) if folder.is_dir() else ():
             if entry.name.isdigit():
                 try:
-                    facts = entry.stat()
+                    status = entry.stat()
                 except FileNotFoundError:
                     continue
-                steps[int(entry.name)] = f'{facts.st_ino}-{facts.st_mtime_ns}'
+                steps[int(entry.name)] = f'{status.st_ino}-{status.st_mtime_ns}'
         return steps
 
     def pending(self, local: Mapping[int, str] | None = None) -> list[int]:
@@ -73,8 +73,12 @@ class UploadState:
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        facts = {'url': self._url, 'steps': {str(step): mark for step, mark in self.steps.items()}, 'files': self.files}
-        atomic_write(self.folder / 'record.json', json.dumps(facts).encode())
+        record = {
+            'url': self._url,
+            'steps': {str(step): mark for step, mark in self.steps.items()},
+            'files': self.files,
+        }
+        atomic_write(self.folder / 'record.json', json.dumps(record).encode())
 
 
 class StagingDir:
@@ -111,8 +115,8 @@ class StagingDir:
 
 def _read(path: Path) -> dict:
     try:
-        facts = parse_json(path.read_bytes())
+        record = parse_json(path.read_bytes())
     except (OSError, ValueError):
         # Without the recorded state, more files are compared, but nothing is lost.
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return record if isinstance(record, dict) else {}

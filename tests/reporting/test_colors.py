@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from maxlm.reporting.charts import NUM_COLORS
-from maxlm.reporting.goodput import WORDS
+from maxlm.reporting.goodput import LABELS
 from maxlm.reporting.page import ASSETS
 
 THEMES = ('light', 'dark')
@@ -101,4 +101,4 @@ def test_adjacent_bar_colors_are_distinguishable(theme):
 
 
 def test_every_category_has_a_color_in_the_order_of_a_bar():
-    assert list(TIME) == list(WORDS)
+    assert list(TIME) == list(LABELS)

@@ -1,13 +1,13 @@
 import re
 
 from maxlm.formatting import format_duration, format_percent
-from maxlm.reporting.goodput import WORDS
+from maxlm.reporting.goodput import LABELS
 from maxlm.reporting.page import section
 from maxlm.telemetry.goodput import CATEGORIES
 
 
 def test_every_category_has_a_label():
-    assert sorted(WORDS) == sorted(CATEGORIES)
+    assert sorted(LABELS) == sorted(CATEGORIES)
 
 
 def test_attempts_and_their_total(run_of):
@@ -16,11 +16,11 @@ def test_attempts_and_their_total(run_of):
     assert re.findall(r'class="name">([^<]*)<', text) == ['total', 'attempt 1', 'attempt 2']
     totals = run.goodput_log.totals
     assert totals['lost'] > 10
-    for category, words in WORDS.items():
-        share = format_percent(totals[category] / run.goodput_log.seconds)
-        row = f'{words}</td><td>{format_duration(totals[category])} ({share})</td>'
+    for category, label in LABELS.items():
+        percentage = format_percent(totals[category] / run.goodput_log.seconds)
+        row = f'{label}</td><td>{format_duration(totals[category])} ({percentage})</td>'
         # Categories without time have no row.
-        assert (row in text) == (f'{words}</td>' in text) == (totals[category] > 0)
+        assert (row in text) == (f'{label}</td>' in text) == (totals[category] > 0)
     assert f'all</td><td>{format_duration(run.goodput_log.seconds)} (100.0%)</td>' in text
     assert 'killed or still running' in text
 

@@ -23,7 +23,7 @@ def test_overfitting_is_detected_and_described():
     assert found.validation == (3.0, 3.6)
     assert found.training == pytest.approx((2.5, 1.0))
     for words in ('since step 400', 'from 3.000 to 3.600', 'from 2.500 to 1.000', 'best checkpoint is step 400'):
-        assert words in found.words
+        assert words in found.summary
 
 
 @pytest.mark.parametrize(

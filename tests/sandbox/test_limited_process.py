@@ -53,29 +53,29 @@ def process():
 def test_each_cause_has_an_error_and_the_next_request_works(process, request_text, error, message):
     for _ in range(2):
         if error is None:
-            assert process.ask(request_text.encode()).decode() == request_text
+            assert process.call(request_text.encode()).decode() == request_text
         else:
             with pytest.raises(error) as info:
-                process.ask(request_text.encode())
+                process.call(request_text.encode())
             assert str(info.value) == message
-        assert process.ask(b'hello') == b'hello'
+        assert process.call(b'hello') == b'hello'
 
 
 def test_limits_scale_with_the_request():
     process = LimitedProcess(NAME, LIMITS._replace(output_bytes=0))
-    assert process.ask(b'x' * 50) == b'x' * 50
+    assert process.call(b'x' * 50) == b'x' * 50
     process.close()
     process = LimitedProcess(NAME, LIMITS._replace(output_bytes=10, output_per_byte=0))
     with pytest.raises(OutputLimitError, match='outputs 50 bytes; the limit is 10'):
-        process.ask(b'x' * 50)
+        process.call(b'x' * 50)
     process.close()
 
 
 def test_a_process_that_sleeps_is_stopped():
     process = LimitedProcess(NAME, LIMITS._replace(wall_seconds=0.5))
-    process.ask(b'started')
+    process.call(b'started')
     with pytest.raises(TimeLimitError, match=r'takes more than 0\.5 s$'):
-        process.ask(b'sleep 60')
+        process.call(b'sleep 60')
     process.close()
 
 
@@ -89,7 +89,7 @@ if {inherited == 'ignored'}:
 else:
     signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGPROF}})
 try:
-    limited_process({NAME!r}, ProcessLimits(cpu_seconds=0.1)).ask(b'loop')
+    limited_process({NAME!r}, ProcessLimits(cpu_seconds=0.1)).call(b'loop')
 except LimitError as error:
     print(error)
 """
@@ -102,8 +102,8 @@ def test_an_interrupted_request_leaves_no_response(process, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr('maxlm.sandbox.limited_process.receive', raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            process.ask(b'first')
-    assert process.ask(b'second') == b'second'
+            process.call(b'first')
+    assert process.call(b'second') == b'second'
 
 
 def raise_interrupt(*_):
@@ -115,7 +115,7 @@ def test_a_killed_parent_leaves_no_process():
 import os, signal
 from maxlm.sandbox.limited_process import limited_process
 process = limited_process({NAME!r})
-process.ask(b'started')
+process.call(b'started')
 print([*__import__('psutil').Process().children()][0].pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -130,12 +130,12 @@ def test_forks_do_not_share_a_process():
 import os
 from maxlm.sandbox.limited_process import limited_process
 process = limited_process({NAME!r})
-process.ask(b'started')
+process.call(b'started')
 pid = os.fork()
 if pid == 0:
     other = limited_process({NAME!r})
-    os._exit(int(other is process or other.ask(b'child') != b'child') or process.close() or other.close() or 0)
-print(os.waitpid(pid, 0)[1], process.ask(b'parent'))
+    os._exit(int(other is process or other.call(b'child') != b'child') or process.close() or other.close() or 0)
+print(os.waitpid(pid, 0)[1], process.call(b'parent'))
 """
     done = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout == "0 b'parent'\n"
@@ -143,29 +143,29 @@ print(os.waitpid(pid, 0)[1], process.ask(b'parent'))
 
 def test_no_descriptor_is_kept():
     process = LimitedProcess(NAME, LIMITS)
-    process.ask(b'x')
+    process.call(b'x')
     process.close()
     before = len(os.listdir('/proc/self/fd'))
     for _ in range(3):
-        process.ask(b'x')
+        process.call(b'x')
         process.close()
     assert len(os.listdir('/proc/self/fd')) == before
 
 
 def test_forks_share_the_state_of_their_parent():
     parent = LimitedProcess(NAME, LIMITS)
-    assert parent.ask(b'count') == b'1'
+    assert parent.call(b'count') == b'1'
     forks = [parent.fork() for _ in range(3)]
-    assert [fork.ask(b'count') for fork in forks] == [b'2'] * 3
-    assert parent.ask(b'count') == b'2'
+    assert [fork.call(b'count') for fork in forks] == [b'2'] * 3
+    assert parent.call(b'count') == b'2'
     with pytest.raises(TimeLimitError, match='CPU time'):
-        forks[0].ask(b'loop')
+        forks[0].call(b'loop')
     with pytest.raises(ProcessFailedError, match='has no process'):
-        forks[0].ask(b'count')
+        forks[0].call(b'count')
     with pytest.raises(ProcessFailedError, match='exit code 3'):
-        forks[1].ask(b'exit 3')
+        forks[1].call(b'exit 3')
     # Forks that nobody refers to end, and leave no zombie.
-    assert forks[2].ask(b'count') == b'3'
+    assert forks[2].call(b'count') == b'3'
     host = process_of(parent)
     assert len(host.children()) == 1
     forks.clear()
@@ -181,8 +181,8 @@ def test_forks_share_the_state_of_their_parent():
 def test_a_cancelled_request_kills_its_process(process):
     answers = iter([False, True])
     with pytest.raises(LimitError):
-        process.ask(b'sleep 60', lambda: next(answers))
-    assert process.ask(b'next') == b'next'
+        process.call(b'sleep 60', lambda: next(answers))
+    assert process.call(b'next') == b'next'
 
 
 def test_forks_end_with_their_parent():
@@ -198,7 +198,7 @@ def test_forks_end_with_their_parent():
 
 def process_of(process):
     """Returns the process of a handle."""
-    return psutil.Process(int(process.ask(b'pid')))
+    return psutil.Process(int(process.call(b'pid')))
 
 
 def test_messages_are_exact_and_a_closed_connection_is_an_error():

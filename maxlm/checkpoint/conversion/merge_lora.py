@@ -105,15 +105,15 @@ class MergedReader:
         Raises:
             InputError: the adapters of the step do not match those of the model.
         """
-        wanted = adapter_shapes(model) if model.lora_rank else {}
-        for path in unused_mtp(wanted, reader.shapes):
-            del wanted[path]
+        expected = adapter_shapes(model) if model.lora_rank else {}
+        for path in unused_mtp(expected, reader.shapes):
+            del expected[path]
         stored = {path: shape for path, shape in reader.shapes.items() if path.endswith((LORA_A, LORA_B))}
-        for path in sorted(stored.keys() | wanted.keys()):
-            if stored.get(path) != wanted.get(path):
+        for path in sorted(stored.keys() | expected.keys()):
+            if stored.get(path) != expected.get(path):
                 raise InputError(
                     f'{source}: parameter {path} is {stored.get(path, "missing")} in the checkpoint but '
-                    f'{wanted.get(path, "absent")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
+                    f'{expected.get(path, "absent")} according to its {CONFIG}; restore the {CONFIG} of this checkpoint'
                 )
         if model.lora_rank and not stored:
             raise InputError(

@@ -83,14 +83,14 @@ def _read_quantized(step: epath.Path, model: ModelConfig, stored: Params) -> dic
     # A step in a bucket is fetched, because its kernels are read one layer at a time.
     local = find_local_step(f'{step.parent.parent}@{step.name}')
     arrays = quantized_arrays(ParamsReader(Path(local), params_item(local)), model, weights, str(step))
-    wanted = named_leaves(stored)
+    leaves = named_leaves(stored)
     found: dict[str, jax.Array] = {}
     # Sorted, because the scales of a kernel are computed with its codes and follow them.
-    for name in sorted(wanted):
+    for name in sorted(leaves):
         array = arrays[name]
         layers = range(array.shape[0]) if array.is_stacked else None
         values = array.read(None) if layers is None else np.stack([array.read(layer) for layer in layers])
-        found[name] = jax.make_array_from_callback(values.shape, wanted[name].sharding, values.__getitem__)
+        found[name] = jax.make_array_from_callback(values.shape, leaves[name].sharding, values.__getitem__)
     return found
 
 

@@ -44,8 +44,8 @@ def execute(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     rows = []
-    for given in options.workdirs:
-        chosen = resolve_checkpoint(given)
+    for reference in options.workdirs:
+        chosen = resolve_checkpoint(reference)
         # The retention rules apply to all steps, even if only one is listed.
         reasons = _reasons(chosen.workdir, list_checkpoints(chosen.workdir), options, need_config=False)
         for one in chosen.steps:
@@ -61,7 +61,7 @@ def _list(options: argparse.Namespace) -> int:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
         optimizer = format_bytes(one.optimizer_bytes) if one.optimizer_bytes else '-'
         print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {optimizer:>9}  {loss:>15}  {kept}')
-    for workdir in dict.fromkeys(resolve_checkpoint(given).workdir for given in options.workdirs):
+    for workdir in dict.fromkeys(resolve_checkpoint(reference).workdir for reference in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
     print_generate(rows[-1][0])
@@ -70,8 +70,8 @@ def _list(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     num_damaged = 0
-    for given in options.workdirs:
-        chosen = resolve_checkpoint(given)
+    for reference in options.workdirs:
+        chosen = resolve_checkpoint(reference)
         workdir = Path(chosen.workdir)
         for one in chosen.steps:
             found, num_sums = corrupt_arrays(to_path(workdir) / CHECKPOINTS_DIR / str(one.step))
@@ -90,8 +90,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    for given in options.workdirs:
-        chosen = resolve_checkpoint(given)
+    for reference in options.workdirs:
+        chosen = resolve_checkpoint(reference)
         workdir, everything = Path(chosen.workdir), list_checkpoints(chosen.workdir)
         reasons = _reasons(chosen.workdir, everything, options, need_config=True)
         going = [one for one in chosen.steps if not reasons[one.step]]
@@ -153,9 +153,9 @@ def _merge(options: argparse.Namespace) -> int:
 def _reasons(
     workdir: str, steps: list[CheckpointInfo], options: argparse.Namespace, *, need_config: bool
 ) -> dict[int, tuple[str, ...]]:
-    given = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
+    rules = {rule: getattr(options, rule) for rule in RULES if getattr(options, rule) is not None}
     config = _config(workdir, options, need_config=need_config).checkpoint
-    return RetentionRules.of(config)._replace(**given).reasons(losses_of(steps))
+    return RetentionRules.of(config)._replace(**rules).reasons(losses_of(steps))
 
 
 def _config(workdir: str, options: argparse.Namespace, *, need_config: bool) -> Config:

@@ -58,15 +58,15 @@ def execute(options: argparse.Namespace, overrides: list[str]) -> int:
             enable_compilation_cache(config.train.compilation_cache_dir)
         if options.sweep is not None:
             code = _sweep(config, target, planned_data(config, options.vocab_size), terms, options)
-            verb, words = 'plan', [f'--target={options.target}', '--search']
+            verb, changes = 'plan', [f'--target={options.target}', '--search']
         else:
             verb = 'doctor'
-            code, words = _plan(config, target, terms, options)
+            code, changes = _plan(config, target, terms, options)
         if code == EXIT_DONE and not options.json:
             # The search may have replaced an override.
-            names = {word.partition('=')[0] for word in words}
-            given = [word for it in overrides if (word := f'--config.{it}').partition('=')[0] not in names]
-            print_next('maxlm', verb, f'--config={options.config}', *given, *words)
+            names = {argument.partition('=')[0] for argument in changes}
+            kept = [argument for it in overrides if (argument := f'--config.{it}').partition('=')[0] not in names]
+            print_next('maxlm', verb, f'--config={options.config}', *kept, *changes)
         return code
 
 
@@ -83,11 +83,11 @@ def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse
     if options.search and found:
         shown = found
     changes = [] if found is None else [Override(*change).override for change in found.changes.items()]
-    code, words = EXIT_DONE if shown.fits else EXIT_FAILED, changes if options.search else []
+    code, suggested = EXIT_DONE if shown.fits else EXIT_FAILED, changes if options.search else []
     if options.json:
         advice = None if found is None else changes
         print(json.dumps({**shown.to_dict(), 'advice': advice, 'why_estimated': missing or None}, indent=1))
-        return code, words
+        return code, suggested
     if missing:
         print(f'All figures are estimates: {missing}')
     print(shown)
@@ -96,11 +96,11 @@ def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse
     if options.dollars or options.hours:
         print(budget_text(shown.forecast, terms, dollars=options.dollars, hours=options.hours))
     if options.search or not plan.fits:
-        print(_advice(target, found, asked=options.search))
-    return code, words
+        print(_advice(target, found, is_search=options.search))
+    return code, suggested
 
 
-def _advice(target: Target, found: Plan | None, *, asked: bool) -> str:
+def _advice(target: Target, found: Plan | None, *, is_search: bool) -> str:
     if found is None:
         return (
             f'no tried combination of mesh, micro-batch, model.remat_policy and host memory fits {target.spec}; '
@@ -108,7 +108,7 @@ def _advice(target: Target, found: Plan | None, *, asked: bool) -> str:
         )
     if not found.changes:
         return 'the config is already the fastest that fits'
-    label = 'fastest layout that fits' if asked else 'layout that fits'
+    label = 'fastest layout that fits' if is_search else 'layout that fits'
     changes = [Override(*change) for change in found.changes.items()]
     return (
         f'{label}: {format_bytes(found.memory_bytes)}, {found.step_seconds:.3g} s per step, '
@@ -161,12 +161,12 @@ def _write(path: Path, title: str, rows: list, sizes: list, plan: BudgetPlan | N
     logger.info(f'wrote {path}')
 
 
-def _counts(given: str, target: Target) -> list[int]:
-    if given:
+def _counts(counts: str, target: Target) -> list[int]:
+    if counts:
         try:
-            return [int(number) for number in given.split(',')]
+            return [int(number) for number in counts.split(',')]
         except ValueError:
-            raise InputError(f'--sweep={given}: not a list of numbers of devices; use e.g. --sweep=8,64,512') from None
+            raise InputError(f'--sweep={counts}: not a list of numbers of devices; use e.g. --sweep=8,64,512') from None
     doublings = max(1, math.ceil(math.log2(LARGEST_SWEEP / target.num_devices)) + 1)
     return [target.num_devices * 2**doubling for doubling in range(doublings)]
 

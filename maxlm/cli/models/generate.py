@@ -73,7 +73,7 @@ def make_parser() -> ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """Checks combinations and ranges that argparse does not check."""
-    given = [
+    sources = [
         name
         for name, there in {
             '--prompt': options.prompt is not None or options.prompt_file is not None,
@@ -82,10 +82,10 @@ def _check(options: argparse.Namespace) -> None:
         }.items()
         if there
     ]
-    if len(given) != 1:
+    if len(sources) != 1:
         raise InputError(
             'prompts must be given in exactly one way: --prompt and --prompt-file, --interactive, or --input; '
-            f'given: {", ".join(given) or "none"}'
+            f'given: {", ".join(sources) or "none"}'
         )
     if (options.input is None) != (options.output is None):
         raise InputError('--input and --output must be used together')

@@ -54,21 +54,21 @@ def fields_of(phases: Sequence[str]) -> dict[str, str]:
     return {name: default for name, default in fields.items() if name != 'config'}
 
 
-def parse_inputs(words: Sequence[str], fields: Mapping[str, str]) -> dict[str, str]:
+def parse_inputs(inputs: Sequence[str], fields: Mapping[str, str]) -> dict[str, str]:
     """Returns the values of NAME=PATH arguments.
 
     Raises:
         InputError: an argument is malformed, names no field, or is given twice.
     """
     values: dict[str, str] = {}
-    for text in words:
-        name, equals, value = text.partition('=')
+    for argument in inputs:
+        name, equals, value = argument.partition('=')
         if not (name and equals and value):
-            raise InputError(f'{text!r} is not NAME=PATH; give the inputs of the recipe as in text=texts/')
+            raise InputError(f'{argument!r} is not NAME=PATH; give the inputs of the recipe as in text=texts/')
         if name not in fields:
-            raise InputError(f'{text}: the recipe has no input {name!r}; {nearest(name, fields)}')
+            raise InputError(f'{argument}: the recipe has no input {name!r}; {nearest(name, fields)}')
         if name in values:
-            raise InputError(f'{text}: {name} is given twice; give all its paths as one argument, {name}="A B"')
+            raise InputError(f'{argument}: {name} is given twice; give all its paths as one argument, {name}="A B"')
         values[name] = value
     return values
 
@@ -88,20 +88,20 @@ def fill_in(phase: str, values: Mapping[str, str]) -> list[str]:
     return shlex.split(text)
 
 
-def to_command(words: Sequence[str], overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
+def to_command(phase: Sequence[str], overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
     """Returns the command line of a phase.
 
     Args:
-        words: the phase: a verb of maxlm, or `-m MODULE`, and its arguments.
+        phase: the phase: a verb of maxlm, or `-m MODULE`, and its arguments.
         overrides: `section.key=value` overrides for training.
         launcher: command that starts training in place of `maxlm train`; empty for this interpreter.
     """
-    verb, *arguments = words
+    verb, *arguments = phase
     if verb in TRAINING:
         arguments += [f'--config.{override}' for override in overrides]
     if verb == 'train' and launcher:
         return [*launcher, *arguments]
-    return [sys.executable, *(words if verb == '-m' else ['-m', f'maxlm.{verb}', *arguments])]
+    return [sys.executable, *(phase if verb == '-m' else ['-m', f'maxlm.{verb}', *arguments])]
 
 
 def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> list[Config | None]:
@@ -110,7 +110,7 @@ def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> l
 
     configs: list[Config | None] = []
     for verb, *arguments in phases:
-        specs = [word.removeprefix('--config=') for word in arguments if word.startswith('--config=')]
+        specs = [argument.removeprefix('--config=') for argument in arguments if argument.startswith('--config=')]
         own, _ = split_overrides(arguments)
         configs.append(load(specs[0], [*own, *overrides]) if verb in TRAINING and specs else None)
     return configs
@@ -149,7 +149,7 @@ def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | Non
                         for _ in read_objects(path):
                             pass
         except InputError as error:
-            hint = next((hint for words, hint in HINTS_BY_ERROR.items() if words in str(error)), '')
+            hint = next((hint for message, hint in HINTS_BY_ERROR.items() if message in str(error)), '')
             raise InputError(f'phase {number} of {len(phases)} ({verb}): {error}{hint}') from error
 
 
@@ -157,9 +157,9 @@ class EarlierPhases:
     """Phases before another one, and the files that they will write."""
 
     def __init__(self, phases: Sequence[Sequence[str]]):
-        self._outputs = [find_option(words, '--output') or find_workdir(words) for words in phases]
+        self._outputs = [find_option(phase, '--output') or find_workdir(phase) for phase in phases]
         # Other commands may write any file.
-        self._are_known = all(words[0] in ('prepare', *TRAINING) for words in phases)
+        self._are_known = all(phase[0] in ('prepare', *TRAINING) for phase in phases)
 
     def will_write(self, path: str) -> bool:
         """Returns True if a path does not exist yet and the phases may write it."""
@@ -208,7 +208,7 @@ def main(argv: list[str]) -> int:
     values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
     phases = [fill_in(phase, values) for phase in templates]
     configs = check_phases(phases, overrides)
-    commands = [to_command(words, overrides, shlex.split(options.launcher)) for words in phases]
+    commands = [to_command(phase, overrides, shlex.split(options.launcher)) for phase in phases]
     if options.dry_run:
         print('\n'.join(f'would run: {shlex.join(command)}' for command in commands))
         return EXIT_DONE
@@ -218,7 +218,7 @@ def main(argv: list[str]) -> int:
     os.environ[HINTS] = '0'
     code = run_phases(commands, max_failures=options.max_failures)
     os.environ[HINTS] = before
-    workdirs = [find_workdir(words) for words in phases if words[0] in TRAINING]
+    workdirs = [find_workdir(phase) for phase in phases if phase[0] in TRAINING]
     if code == EXIT_DONE and workdirs:
         print_next('maxlm', 'report', workdirs[-1])
     return code

@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
     policy = Policy(options.max_failures, options.backoff, find_workdir(command))
     supervisor: Supervisor
     if options.min_hosts is None:
-        if given := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
-            raise InputError(f'{", ".join(given)}: only for elastic runs; give --min-hosts too')
+        if elastic := [flag(name) for name in ('hosts', 'devices_per_host', 'address') if getattr(options, name)]:
+            raise InputError(f'{", ".join(elastic)}: only for elastic runs; give --min-hosts too')
         supervisor = Supervisor(command, policy)
     else:
         supervisor = ElasticSupervisor(command, policy, _elastic_settings(options, command, policy.workdir))

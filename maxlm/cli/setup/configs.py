@@ -17,8 +17,8 @@ from maxlm.errors import EXIT_DONE, InputError, nearest
 
 def summary(path: Path) -> list[str]:
     """Returns lines from a config file's docstring: its purpose, and the first lines of its variants and hardware."""
-    purpose, *facts = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').split('\n')
-    named = {name: text.strip() for name, colon, text in (line.partition(':') for line in reversed(facts)) if colon}
+    purpose, *lines = (ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or '').split('\n')
+    named = {name: text.strip() for name, colon, text in (line.partition(':') for line in reversed(lines)) if colon}
     return [purpose, *(f'{name.lower()}: {named[name]}' for name in ('Variants', 'Hardware') if name in named)]
 
 

@@ -86,8 +86,8 @@ def _next_command(case: CheckContext, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _names(given: str) -> list[str]:
-    return [name.strip() for name in given.split(',') if name.strip()]
+def _names(names: str) -> list[str]:
+    return [name.strip() for name in names.split(',') if name.strip()]
 
 
 def make_parser() -> ArgumentParser:

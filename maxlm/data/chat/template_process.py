@@ -57,7 +57,7 @@ class RemoteTemplate:
             raise ChatError(f'cannot render a message: {error}') from None
         try:
             limits = self._limits or (_SHORT if len(data) <= _MAX_SHORT_BYTES else _LONG)
-            return parse_json(limited_process(f'{__name__}:answer', limits).ask(data))
+            return parse_json(limited_process(f'{__name__}:answer', limits).call(data))
         except InputError as error:
             raise ChatError(str(error)) from None
         except (LimitError, ValueError) as error:

@@ -98,10 +98,10 @@ def _encode_in_process(library: tokenizers.Tokenizer, texts: Sequence[str], limi
     content, digest = _serialized(library)
     request = _ENCODE + _HEAD.pack(digest, library.encode_special_tokens) + json.dumps(list(texts)).encode()
     try:
-        result = process.ask(request)
+        result = process.call(request)
         if result == _UNKNOWN:
-            process.ask(_LOAD + content)
-            result = process.ask(request)
+            process.call(_LOAD + content)
+            result = process.call(request)
     except LimitError as error:
         raise InputError(f'the tokenization of the text {error}; use a shorter text') from None
     counts = np.frombuffer(result, np.uint32, len(texts))

@@ -100,12 +100,12 @@ def check_disk(context: CheckContext) -> CheckResult:
 
 def nearest_directory(context: CheckContext) -> Path:
     """Returns the nearest existing parent of the directory that the run writes to."""
-    wanted_path = Path(context.workdir or '.')
+    target = Path(context.workdir or '.')
     if is_url(context.workdir):
-        wanted_path = Path(context.config.data.cache_dir if context.config else '~/.cache/maxlm')
+        target = Path(context.config.data.cache_dir if context.config else '~/.cache/maxlm')
     with contextlib.suppress(RuntimeError):
-        wanted_path = wanted_path.expanduser()
-    return next(path for path in (wanted_path.absolute(), *wanted_path.absolute().parents) if path.is_dir())
+        target = target.expanduser()
+    return next(path for path in (target.absolute(), *target.absolute().parents) if path.is_dir())
 
 
 def evaluate_disk(

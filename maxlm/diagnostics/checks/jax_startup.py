@@ -49,8 +49,8 @@ def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
 
 def check_cache(context: CheckContext) -> CheckResult:
     """Checks that the compilation cache is enabled, so that a restart does not compile again."""
-    wanted = context.config.train.compilation_cache_dir if context.config else True
-    return evaluate_cache(context.jax_start, bool(wanted), context.environment.get('JAX_COMPILATION_CACHE_DIR'))
+    is_enabled = context.config.train.compilation_cache_dir if context.config else True
+    return evaluate_cache(context.jax_start, bool(is_enabled), context.environment.get('JAX_COMPILATION_CACHE_DIR'))
 
 
 def evaluate_cache(jax_start: JaxStart, is_configured: bool, variable: str | None) -> CheckResult:

@@ -46,10 +46,10 @@ def read_requirements(project: Path = PROJECT) -> Requirements:
         InputError: there is neither.
     """
     if project.is_file():
-        facts = tomllib.loads(project.read_text(encoding='utf-8'))['project']
-        extras = {name: tuple(lines) for name, lines in facts['optional-dependencies'].items()}
+        table = tomllib.loads(project.read_text(encoding='utf-8'))['project']
+        extras = {name: tuple(lines) for name, lines in table['optional-dependencies'].items()}
         return Requirements(
-            facts['requires-python'], _tested_versions(facts['classifiers']), tuple(facts['dependencies']), extras
+            table['requires-python'], _tested_versions(table['classifiers']), tuple(table['dependencies']), extras
         )
     try:
         metadata = importlib.metadata.metadata('maxlm')

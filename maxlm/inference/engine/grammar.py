@@ -123,7 +123,7 @@ class Grammars:
             raise RequestCancelledError
         process = self._fork()
         try:
-            result = process.ask(b'C' + grammar.encode(errors='replace'), is_cancelled)
+            result = process.call(b'C' + grammar.encode(errors='replace'), is_cancelled)
         except RequestCancelledError:
             raise
         except InputError as error:
@@ -198,7 +198,7 @@ class Grammars:
         else:
             facts['tokenizer'] = tokenizer.marked_json()
         try:
-            self._host.ask(b'V' + json.dumps(facts).encode())
+            self._host.call(b'V' + json.dumps(facts).encode())
         except InputError as error:
             self._host.close()
             raise InputError(

@@ -137,7 +137,7 @@ def load_and_use(request: bytes) -> bytes:
 def used_or_one_line(facts):
     """Returns True if a tokenizer can be used, False if it is a one-line error, and fails otherwise."""
     try:
-        return limited_process(f'{__name__}:load_and_use', LIMITS).ask(json.dumps(facts).encode()) == b'used'
+        return limited_process(f'{__name__}:load_and_use', LIMITS).call(json.dumps(facts).encode()) == b'used'
     except InputError as error:
         message = str(error)
     except LimitError as error:

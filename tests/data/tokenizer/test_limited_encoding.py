@@ -24,7 +24,7 @@ def requests(monkeypatch):
 
         def ask(self, request):
             sizes.append(len(request))
-            return self.process.ask(request)
+            return self.process.call(request)
 
     monkeypatch.setattr(limited_encoding, 'limited_process', lambda *args: Recorder(original(*args)))
     return sizes

@@ -48,7 +48,7 @@ def check_regex(regex: str) -> None:
     if hashlib.sha256(regex.encode('utf-8', 'surrogatepass')).hexdigest()[:16] in _KNOWN:
         return
     try:
-        limited_process(f'{__name__}:apply_regex', _LIMITS).ask(regex.encode('utf-8', 'surrogatepass'))
+        limited_process(f'{__name__}:apply_regex', _LIMITS).call(regex.encode('utf-8', 'surrogatepass'))
     except LimitError as error:
         raise InputError(f'its regular expression {regex!r:.200} {error}; use another tokenizer') from None
 
