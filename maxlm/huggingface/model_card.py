@@ -150,7 +150,7 @@ def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
 
 def _training_data(workdir: Path, config: Config) -> str:
     if config.data.sources:
-        shares = zip(config.data.source_shares, config.data.sources, strict=True)
+        shares = zip(config.data.source_fractions, config.data.sources, strict=True)
         return ', '.join(f'{share:.1%} {Path(entry).name}' for share, (entry, _) in shares)
     data = Path(config.data.path).name
     with contextlib.suppress(InputError):

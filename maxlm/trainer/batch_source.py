@@ -245,7 +245,7 @@ class TextBatches(BatchSource):
                 'tokens': sum(shard.tokens for shard in source.shards('train')),
                 'weight': share,
             }
-            for source, share in zip(corpus.sources, corpus.data.source_shares or (1.0,), strict=True)
+            for source, share in zip(corpus.sources, corpus.data.source_fractions or (1.0,), strict=True)
         ]
 
     def open(self, config: Config, layout: Layout) -> None:

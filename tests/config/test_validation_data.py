@@ -90,9 +90,9 @@ def test_phases_of_schedules():
     assert dataclasses.replace(short, data=config.data, train=config.train) == config
     assert config.at_context(16) == config
     assert config.source_stages == ((0, (1, 1)), (25, (3.0, 1)), (50, (0.0, 3)))
-    assert config.data.source_shares == (0.125 + 0.1875, 0.125 + 0.0625 + 0.5)
+    assert config.data.source_fractions == (0.125 + 0.1875, 0.125 + 0.0625 + 0.5)
     plain = resolve(data_config(), platform='cpu', num_devices=1, vocab_size=100, windows=1000)
-    assert (plain.contexts, plain.source_stages, plain.data.source_shares) == ([(0, 16)], (), ())
+    assert (plain.contexts, plain.source_stages, plain.data.source_fractions) == ([(0, 16)], (), ())
 
 
 def test_defaults_read_one_directory():
