@@ -67,7 +67,7 @@ def local_resolver(*, vocab_size: int, windows: int | None) -> partial[Config]:
     )
 
 
-def sample_config(config: Config, resolver: Callable[[Config], Config]) -> Config:
+def sized_config(config: Config, resolver: Callable[[Config], Config]) -> Config:
     """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
     if config.train.per_device_batch_size == AUTO:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))

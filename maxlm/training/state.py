@@ -29,7 +29,7 @@ from maxlm.training.optimizers.state_placement import place_state
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
 from maxlm.training.optimizers.user_optimizer import Parameter, check_optimizer, user_optimizer
 from maxlm.training.reference import has_reference_params, reference_config, stored_dtype, to_reference
-from maxlm.training.spike_guard import SpikeStatistics, first_window
+from maxlm.training.spike_guard import SpikeStatistics, first_spike_window
 
 Params = Any  # nested dict of arrays
 Metrics = dict[str, jax.Array]  # scalars; metrics per source: [S]
@@ -45,7 +45,7 @@ class TrainState(NamedTuple):
         opt_state: state of the optimizer.
         ema: moving average of the parameters; None unless `optimizer.ema_decay` is set.
         loss_scale: state of the loss scale; None unless `model.dtype` is float16.
-        window: spike statistics; None unless `guard.spike_window` is set.
+        spike_window: spike statistics; None unless `guard.spike_window` is set.
         reference: parameters of the reference model; None unless `has_reference_params`. They never change and are
             not part of a checkpoint: a resumed run reads them from `train.init_from` or `distill.teacher`.
         progress: progress of the schedule; None unless `train.hours` or `train.dollars` gives the run length. It
@@ -58,7 +58,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     ema: Params | None = None
     loss_scale: LossScale | None = None
-    window: SpikeStatistics | None = None
+    spike_window: SpikeStatistics | None = None
     reference: Params | None = None
     progress: Progress | None = None
 
@@ -136,7 +136,9 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
         scale = jax.tree.map(
             lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
         )
-    window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
+    spike_window = jax.tree.map(
+        lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_spike_window(config.guard))
+    )
     reference = None
     if has_reference_params(config):
         other = reference_config(config)
@@ -145,7 +147,7 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
             _abstract_params(other, layout),
         )
     progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
-    return TrainState(counter, counter, params, opt_state, ema, scale, window, reference, progress)
+    return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress)
 
 
 def _abstract_params(config: Config, layout: Layout) -> Params:
@@ -196,8 +198,8 @@ def init_state(
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
         reference = to_reference(config, params) if copies_params else None
         opt_state = initialize(trainable(config, params))
-        window, progress = first_window(config.guard), _first_progress(config)
-        return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
+        spike_window, progress = first_spike_window(config.guard), _first_progress(config)
+        return TrainState(zero, zero, params, opt_state, ema, scale, spike_window, reference, progress)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     state: TrainState = jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()

@@ -95,7 +95,7 @@ def test_micro_batches_and_devices_do_not_matter(expected, name):
         'logps/rejected': terms.rejected_log_prob / terms.undesirable,
     }
     evaluated = {'loss': sums.loss / sums.weight}
-    evaluated |= {key: total / sums.part_count(key) for key, total in sums.parts.items()}
+    evaluated |= {key: total / sums.part_counts[key] for key, total in sums.parts.items()}
     assert evaluated.keys() == wanted.keys()
     for key, value in wanted.items():
         np.testing.assert_allclose([evaluated[key], metrics[key]], value, rtol=1e-4, err_msg=key)

@@ -156,7 +156,7 @@ PRICED = {'train__price_per_hour': 2.5}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'hours', 'share', 'alert', 'used_up'),
+    ('settings', 'hours', 'fraction', 'alert', 'used_up'),
     [
         ({'guard__max_hours': 2.0}, 1.5, 0.75, False, False),
         ({'guard__max_hours': 2.0}, 1.6, 0.8, True, False),
@@ -170,13 +170,13 @@ PRICED = {'train__price_per_hour': 2.5}
         ({'train__num_steps': 0, 'train__dollars': 10.0, **PRICED}, 1.0, 1.0, True, True),
     ],
 )
-def test_budgets(settings, hours, share, alert, used_up):
+def test_budgets(settings, hours, fraction, alert, used_up):
     config = small_config(**settings)
     # Two attempts, the second with half of the devices at half of the cost.
     decisions = spend(RunControl(), 1800 * hours, num_devices=6, price_per_hour=config.train.price_per_hour)
     decisions = spend(decisions, 1800 * hours, num_devices=2, price_per_hour=config.train.price_per_hour)
     budget = budget_spent(decisions, config)
-    assert budget.share == pytest.approx(share)
+    assert budget.fraction == pytest.approx(fraction)
     assert (budget.alert, budget.used_up) == (alert, used_up)
     name, _, value = budget.name.partition('=')
     assert settings[name.replace('.', '__')] == float(value)
