@@ -232,9 +232,9 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
         return f'model.rope_local_theta={local}: {row.kind} files do not scale the positions of S layers'
     if row.kind in ('gemma2', 'gemma3'):
         is_wide = model.num_layers == _WIDE_GEMMA[architecture]
-        wanted = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
-        if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, wanted, rel_tol=1e-6):
-            return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {wanted:g}'
+        required = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
+        if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, required, rel_tol=1e-6):
+            return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {required:g}'
         if not model.tie_embeddings:
             return f'model.tie_embeddings=False: {row.kind} files have no separate output'
     return ''
