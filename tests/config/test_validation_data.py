@@ -26,7 +26,7 @@ TWO = {'sources': (('a', 1.0), ('b', 1.0))}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'sources': (('a', 0.0),)}, ["('a', 0.0)", 'greater than 0']),
         ({'sources': (('a', float('nan')),)}, ['nan', 'greater than 0']),
@@ -53,12 +53,12 @@ TWO = {'sources': (('a', 1.0), ('b', 1.0))}
         ({'download_threads': 0}, ['data.download_threads']),
     ],
 )
-def test_invalid_settings_are_rejected(settings, words):
+def test_invalid_settings_are_rejected(settings, fragments):
     with pytest.raises(InputError) as error:
         data_config(**settings)
     assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 VALID = {

@@ -81,7 +81,7 @@ def start(data, capsys, monkeypatch):
                 fingerprint=FACTS,
             )
         placed = jax.tree.map(
-            lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
+            lambda leaf, expected: leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim), state, abstract
         )
         assert all(jax.tree.leaves(placed))
         return state, capsys.readouterr().out

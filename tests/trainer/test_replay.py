@@ -36,7 +36,7 @@ def double():
 def events(single, monkeypatch):
     recorded = []
     recorder = SimpleNamespace(
-        timeline=single.replays._recorder.timeline, record_event=lambda *words, **extra: recorded.append(extra)
+        timeline=single.replays._recorder.timeline, record_event=lambda *args, **extra: recorded.append(extra)
     )
     monkeypatch.setattr(single.replays, '_recorder', recorder)
     return recorded

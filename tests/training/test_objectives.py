@@ -59,7 +59,7 @@ def run():
             other = reference if name in ('dpo', 'grpo') else None
             found[name] = make_objective(config, layout, NUM_SOURCES)(params, other, None, batch, None)
         of_model, of_reference = log_probs(params, None, batch, None), log_probs(reference, None, batch, None)
-        wanted = {
+        expected = {
             'dpo': preference_terms(
                 of_model.log_probs_BT, of_reference.log_probs_BT, batch['weights'], batch['segments'], DPO
             ),
@@ -73,7 +73,7 @@ def run():
                 config=GRPO,
             ),
         }
-        return found, wanted, of_model.log_probs_BT
+        return found, expected, of_model.log_probs_BT
 
     return lambda batch: jax.device_get(every_objective(batch))
 
@@ -128,13 +128,13 @@ def test_the_loss_of_preferences(found):
 
 def test_the_loss_of_responses(found):
     objective, sums = found[0]['grpo']
-    wanted = found[1]['grpo']
-    np.testing.assert_allclose([objective, sums.loss], wanted.objective, rtol=1e-5)
+    expected = found[1]['grpo']
+    np.testing.assert_allclose([objective, sums.loss], expected.objective, rtol=1e-5)
     parts = {
-        'clip_fraction': wanted.clipped,
-        'entropy': wanted.entropy,
-        'approx_kl': wanted.old_kl,
-        'kl': wanted.reference_kl,
+        'clip_fraction': expected.clipped,
+        'entropy': expected.entropy,
+        'approx_kl': expected.old_kl,
+        'kl': expected.reference_kl,
     }
     assert sums.parts.keys() == parts.keys()
     for name, value in parts.items():
@@ -142,7 +142,7 @@ def test_the_loss_of_responses(found):
     assert sums.tokens == batch_of_responses()['predicted'].sum()
     assert sums.part_counts == dict.fromkeys(sums.parts, sums.tokens)
     assert sums.weight == batch_of_responses()['weights'].sum()
-    assert wanted.reference_kl > 0
+    assert expected.reference_kl > 0
 
 
 def test_a_budget_counts_the_longest_response_of_every_row(found):

@@ -310,17 +310,17 @@ def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
     assert (int(after.step), int(after.skipped)) == (int(learned.state.step) + 1, 1)
     # The next step equals that of a run without the bad step.
     then, metrics = learned.step(after, learned.batch)
-    wanted, wanted_metrics = learned.step(learned.state, learned.batch)
-    assert int(then.step) == int(wanted.step) + 1
-    counters = {'step': wanted.step, 'skipped': wanted.skipped}
-    jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), wanted)
+    expected, expected_metrics = learned.step(learned.state, learned.batch)
+    assert int(then.step) == int(expected.step) + 1
+    counters = {'step': expected.step, 'skipped': expected.skipped}
+    jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), expected)
     for name in ('loss', 'learning_rate', 'grad_norm'):
-        assert metrics[name] == wanted_metrics[name]
+        assert metrics[name] == expected_metrics[name]
     # Negative control: an accepted step changes the entire state.
-    assert not np.array_equal(wanted.params['embedding'], learned.state.params['embedding'])
-    assert not np.array_equal(wanted.ema['embedding'], learned.state.ema['embedding'])
-    assert not np.array_equal(wanted.spike_window.good_QW, learned.state.spike_window.good_QW)
-    assert int(wanted.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
+    assert not np.array_equal(expected.params['embedding'], learned.state.params['embedding'])
+    assert not np.array_equal(expected.ema['embedding'], learned.state.ema['embedding'])
+    assert not np.array_equal(expected.spike_window.good_QW, learned.state.spike_window.good_QW)
+    assert int(expected.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
 
 
 def test_the_exploding_batch_is_accepted_before_the_guard_detects_spikes(learned):

@@ -382,7 +382,7 @@ def test_requests_that_do_not_fit_are_refused(shared):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context length of the model, or 0'),
         ({'max_context': -1}, 'max_context=-1'),
@@ -392,8 +392,8 @@ def test_requests_that_do_not_fit_are_refused(shared):
         ({'cache': 'fp4'}, 'cache=fp4: must be one of model, int8'),
     ],
 )
-def test_settings_out_of_range(settings, words):
-    assert words in refusal(lambda: Engine(load(FAMILY), **settings))
+def test_settings_out_of_range(settings, fragments):
+    assert fragments in refusal(lambda: Engine(load(FAMILY), **settings))
 
 
 def test_embeddings_are_means_of_the_last_hidden_states(fresh):
