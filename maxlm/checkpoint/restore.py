@@ -117,16 +117,14 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         # A step of a run with another window size contains a shorter or longer window, or none.
         config = GuardConfig(spike_window=abstract.spike_window.good_QW.shape[1])
         spike_window = spike_window_from_json(progress.get('window'), config)
-    step_counter, skipped, scale, spike_window = jax.device_put(
-        (*counters, scale, spike_window), abstract.step.sharding
-    )
+    step, skipped, scale, spike_window = jax.device_put((*counters, scale, spike_window), abstract.step.sharding)
     ema = trees.get('ema')
     if abstract.ema is not None and ema is None:
         logger.info(
             f'step {path.name} was saved without an EMA of the parameters: initializing the EMA to the parameters'
         )
         ema = copy_params(trees['params'])
-    state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, spike_window)
+    state = TrainState(step, skipped, trees['params'], trees['optimizer'], ema, scale, spike_window)
     return RestoredState(state, fingerprint, progress.get('history') or {}, trees.get(SOURCE, {}))
 
 

@@ -232,10 +232,8 @@ def restore_or_initialize(
             {},
             {},
         )
-    stored, present = (
-        {key: value for key, value in each.items() if key not in follows}
-        for each in (restored.fingerprint, fingerprint)
-    )
+    both = restored.fingerprint, fingerprint
+    stored, present = ({key: value for key, value in each.items() if key not in follows} for each in both)
     check_same_data(stored, present, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state

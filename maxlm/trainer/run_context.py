@@ -157,11 +157,8 @@ def open_run(
         heartbeats.on_exit = lambda code, reason: None
         heartbeats.exit_all(EXIT_FAILED, reason)
 
-    if (
-        resume
-        and process == 0
-        and not (is_url(location) or config.checkpoint.remote_dir or saved_steps(Path(location)))
-    ):
+    remote = location if is_url(location) else config.checkpoint.remote_dir
+    if resume and process == 0 and not (remote or saved_steps(Path(location))):
         # Check this before the workdir is created, so that an invalid start leaves no files.
         check_resume(resume, config)
     with contextlib.ExitStack() as stack:
@@ -171,9 +168,7 @@ def open_run(
             cache=config.data.cache_dir,
             process=process,
             warn=warn,
-            surplus=partial(
-                _surplus, location if is_url(location) else config.checkpoint.remote_dir, config.checkpoint
-            ),
+            surplus=partial(_surplus, remote, config.checkpoint),
         )
         alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, on_alert=record)
         if process == 0:

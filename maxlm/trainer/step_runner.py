@@ -129,12 +129,8 @@ class StepRunner:
         self._config, self._layout, self._abstract, forecast = ready
         self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
         self._source, self._data_wait, self._recorder, self._timeline = source, data_wait, recorder, recorder.timeline
-        self._watchdog, self._profile, self._metric_logger, self._throughput = (
-            watchdog,
-            profile,
-            metric_logger,
-            throughput,
-        )
+        self._watchdog, self._profile, self._throughput = watchdog, profile, throughput
+        self._metric_logger = metric_logger
         self._replays = replays
 
     def step(
@@ -205,24 +201,22 @@ class StepRunner:
     def _compiled_for(self, step: int, decisions: RunControl) -> jax.stages.Compiled:
         """Returns the compiled step, which is recompiled after a change of the sequence length or learning rates."""
         now = with_rates(self._config, decisions)
-        current = now.at_context(now.context_at(step - 1))
+        latest = now.at_context(now.context_at(step - 1))
         before, compiled = self._program
-        if compiled is None or current != before:
+        if compiled is None or latest != before:
             # The last dispatched step still belongs to the old program.
             with self._watchdog.waiting():
                 self._metric_logger.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
-                compiled = compile_train_step(
-                    current, self._layout, self._abstract, len(self._source.names), holds=True
-                )
+                compiled = compile_train_step(latest, self._layout, self._abstract, len(self._source.names), holds=True)
             self._recorder.record_event(
                 'compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds
             )
-            self._throughput.change_flops(step_flops(now, current.data.seq_len))
+            self._throughput.change_flops(step_flops(now, latest.data.seq_len))
             self._metric_logger.change_config(apply_control(self._config, decisions))
-            if current.data.seq_len != before.data.seq_len:
-                text = f'the sequence length is now {current.data.seq_len} tokens'
+            if latest.data.seq_len != before.data.seq_len:
+                text = f'the sequence length is now {latest.data.seq_len} tokens'
                 logger.info(f'step {step:>7}  {text}')
-                self._recorder.record_event('context', text, window=current.data.seq_len)
-            self._program = current, compiled
+                self._recorder.record_event('context', text, window=latest.data.seq_len)
+            self._program = latest, compiled
         return compiled.step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -111,8 +112,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
     params = _abstract_params(config, layout)
     check_patterns(config, param_paths(params))
 
-    def placed(shape: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    def replicated(initial: Callable[[], Any]) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=layout.named()), jax.eval_shape(initial))
 
     trained, offload = trainable(config, params), config.mesh.host_offload
     if optimizer is None and not is_function_name(config.optimizer.name):
@@ -131,14 +132,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
     )
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
     ema = params if config.optimizer.ema_decay else None
-    scale: Any = None
-    if config.model.dtype == 'float16':
-        scale = jax.tree.map(
-            lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
-        )
-    spike_window = jax.tree.map(
-        lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_spike_window(config.guard))
-    )
+    scale = replicated(lambda: first_loss_scale(config.train)) if config.model.dtype == 'float16' else None
+    spike_window = replicated(lambda: first_spike_window(config.guard))
     reference = None
     if has_reference_params(config):
         other = reference_config(config)
@@ -146,7 +141,7 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
             lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path), param.dtype)),
             _abstract_params(other, layout),
         )
-    progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
+    progress = replicated(lambda: _first_progress(config))
     return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress)
 
 

@@ -188,10 +188,10 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if kinds != (row.pattern * len(kinds))[: len(kinds)]:
         windows = 'do not support sliding windows' if row.pattern == 'L' else f'require {row.pattern}'
         return f'model.attention_pattern={model.attention_pattern}: {row.kind} files {windows}'
-    scaling, wanted_yarn = model.rope_scaling, _YARN_OF.get(row.kind, _YARN)
+    scaling, required_yarn = model.rope_scaling, _YARN_OF.get(row.kind, _YARN)
     changed = [
         f'model.{key}={getattr(model, key)}'
-        for key, value in wanted_yarn.items()
+        for key, value in required_yarn.items()
         if scaling == 'yarn' and getattr(model, key) != value
     ]
     if scaling == 'dynamic' or changed:

@@ -149,8 +149,6 @@ def at_start(decisions: RunControl, config: Config, step: int) -> RunControl:
     # Checkpoints of older versions have a length and no budget.
     if decisions.budget == budget or not step or (decisions.num_steps and not decisions.budget):
         return decisions
-    fraction = min(1.0, (decisions.hours if config.train.hours else decisions.dollars) / budget)
-    warmup = fraction * min(1.0, config.optimizer.warmup_steps / step)
-    return decisions._replace(
-        num_steps=0, planned_step=step, planned_share=fraction, warmup_share=warmup, budget=budget
-    )
+    spent = min(1.0, (decisions.hours if config.train.hours else decisions.dollars) / budget)
+    warmup = spent * min(1.0, config.optimizer.warmup_steps / step)
+    return decisions._replace(num_steps=0, planned_step=step, planned_share=spent, warmup_share=warmup, budget=budget)
