@@ -53,9 +53,9 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
             f'weights in {" or ".join(METHODS)}'
         )
-    for key, supported in (('is_causal', True), ('per_layer_config', None)):
-        if values.get(key, supported) not in (supported, None, {}):
-            raise config.error(key, f'not supported; use a model without {key}, or with {key}={json.dumps(supported)}')
+    for key, default in (('is_causal', True), ('per_layer_config', None)):
+        if values.get(key, default) not in (default, None, {}):
+            raise config.error(key, f'not supported; use a model without {key}, or with {key}={json.dumps(default)}')
     if kind in ARCHITECTURES and not ARCHITECTURES[kind].expert_keys:
         for key in _EXPERTS:
             if config.integer(key, 0, null=0):
