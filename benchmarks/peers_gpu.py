@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.gpu_peer import SIDES, Task
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
-from maxlm.planning.machine import GPU_SHARE
+from maxlm.planning.machine import GPU_FRACTION
 from maxlm.training.flops import training_flops
 
 SIZES = {
@@ -58,7 +58,7 @@ class Side:
         environment = {
             **os.environ,
             'XLA_PYTHON_CLIENT_PREALLOCATE': 'false',
-            'XLA_PYTHON_CLIENT_MEM_FRACTION': str(GPU_SHARE),
+            'XLA_PYTHON_CLIENT_MEM_FRACTION': str(GPU_FRACTION),
         }
         if task.device == 'cpu' or name != 'maxlm':
             # JAX initializes the weights for PyTorch on the host.

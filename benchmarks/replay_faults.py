@@ -210,7 +210,7 @@ class Model:
         self.state = state
         # The attributes of a run that replays use.
         parts: dict[str, Any] = {
-            'reporter': SimpleNamespace(running=None, bad_steps=BadSteps(), flush=lambda: None),
+            'metric_logger': SimpleNamespace(running=None, bad_steps=BadSteps(), flush=lambda: None),
             'recorder': SimpleNamespace(timeline=Timeline(), record_event=lambda *_, **__: None),
             'throughput': SimpleNamespace(paused=contextlib.nullcontext),
         }

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 
 
 class KilledError(BaseException):
@@ -16,7 +16,7 @@ def end_at(monkeypatch):
     """Returns a function that makes the next run end after dispatching a given step."""
 
     def end_at(step, how):
-        original = Reporter.submit
+        original = MetricLogger.submit
 
         def submit(self, number, *words):
             original(self, number, *words)
@@ -27,7 +27,7 @@ def end_at(monkeypatch):
                 signal.raise_signal(signal.SIGTERM)
                 signal.raise_signal(signal.SIGTERM)
 
-        monkeypatch.setattr(Reporter, 'submit', submit)
+        monkeypatch.setattr(MetricLogger, 'submit', submit)
 
     yield end_at
     monkeypatch.undo()

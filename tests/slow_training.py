@@ -28,7 +28,7 @@ from maxlm.data.loader.batches import Batches, TrainingRows
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.evaluation.validation import Validation
 from maxlm.trainer import batch_source
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.workdir.files import goodput_name
 
 # A command imports its implementation only after it has parsed its arguments.
@@ -66,8 +66,8 @@ class Faults:
         self._patch(Checkpoints, 'wait', partial(self._measured, 'checkpoint'))
         self._patch(Validation, '__call__', partial(self._measured, 'evaluation'))
         self._patch(batch_source, 'prefetched_batches', self._open)
-        self._patch(Reporter, 'begin', self._begin)
-        self._patch(Reporter, 'submit', self._submit)
+        self._patch(MetricLogger, 'begin', self._begin)
+        self._patch(MetricLogger, 'submit', self._submit)
         self._note('began', time.time())
 
     def _patch(self, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
@@ -105,7 +105,7 @@ class Faults:
         original(*args, **kwargs)
         self._mark, self._noted, self._compiled = time.monotonic(), 0.0, 0.0
 
-    def _submit(self, original: Callable[..., Any], reporter: Reporter, step: int, *args: Any) -> None:
+    def _submit(self, original: Callable[..., Any], metric_logger: MetricLogger, step: int, *args: Any) -> None:
         if step in SLOW_STEPS:
             time.sleep(STEP_SECONDS)
         if step == self._kill_at:
@@ -120,7 +120,7 @@ class Faults:
             self._end_step(step, unreported=time.time() - reported_at)
             self._note('killed', reported_at)
             os.kill(os.getpid(), signal.SIGKILL)
-        original(reporter, step, *args)
+        original(metric_logger, step, *args)
         self._end_step(step)
 
     def _end_step(self, step: int, *, unreported: float = 0.0) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class Config(schema.Config):
-    """Config of a run. It is frozen; `replace` returns a changed copy.
+    """The config of a run in the Python API: `schema.Config` with methods that load, change and resolve it.
+
+    It is frozen; `replace` returns a changed copy.
 
     Examples:
         >>> import maxlm

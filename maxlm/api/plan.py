@@ -15,7 +15,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.planning.cost import DEFAULT_TERMS, Cost, PricingTerms
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
-from maxlm.planning.machine import machine_of, sample_config
+from maxlm.planning.machine import machine_of, sized_config
 from maxlm.planning.report import as_json, as_text, cost_of
 from maxlm.planning.scaling import Data
 from maxlm.planning.search import choose_micro_batch, search_layouts, verify_by_compiling
@@ -72,7 +72,7 @@ class Plan:
         self.target: Target = parse_target(target)
         self._data = planned_data(self._config, vocab_size)
         self.why_estimated = why_estimated(self._config, self.target, estimate=estimate)
-        self.machine = machine_of(self.target, sample_config(self._config, self._resolve))
+        self.machine = machine_of(self.target, sized_config(self._config, self._resolve))
         if self._config.train.per_device_batch_size == AUTO:
             self._config = choose_micro_batch(self._config, self.machine, self._resolve, self._forecast)
         self.forecast = self._forecast(self._resolve(self._config))

@@ -26,7 +26,7 @@ from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.training.loss_scale import LossScale
-from maxlm.training.spike_guard import window_from_json, window_to_json
+from maxlm.training.spike_guard import spike_window_from_json, spike_window_to_json
 from maxlm.training.state import TrainState
 
 # Key of the `progress` item.
@@ -76,8 +76,8 @@ def progress_of(
     progress: dict[str, Any] = {'step': step, 'skipped': int(state.skipped), checksums.ITEM: checksums.VERSION}
     if state.loss_scale is not None:
         progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
-    if state.window is not None:
-        progress['window'] = window_to_json(state.window)
+    if state.spike_window is not None:
+        progress['window'] = spike_window_to_json(state.spike_window)
     # JSON has no infinity, and a non-finite loss cannot rank checkpoints.
     if validation_loss is not None and np.isfinite(validation_loss):
         progress[VALIDATION_LOSS] = validation_loss
@@ -112,19 +112,19 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         # A step of a run in another dtype has no loss scale.
         first = float(progress.get('loss_scale', loss_scale))
         scale = LossScale(jnp.float32(first), jnp.int32(int(progress.get('good_steps', 0))))
-    window = None
-    if abstract.window is not None:
+    spike_window = None
+    if abstract.spike_window is not None:
         # A step of a run with another window size contains a shorter or longer window, or none.
-        config = GuardConfig(spike_window=abstract.window.good_QW.shape[1])
-        window = window_from_json(progress.get('window'), config)
-    step_counter, skipped, scale, window = jax.device_put((*counters, scale, window), abstract.step.sharding)
+        config = GuardConfig(spike_window=abstract.spike_window.good_QW.shape[1])
+        spike_window = spike_window_from_json(progress.get('window'), config)
+    step, skipped, scale, spike_window = jax.device_put((*counters, scale, spike_window), abstract.step.sharding)
     ema = trees.get('ema')
     if abstract.ema is not None and ema is None:
         logger.info(
             f'step {path.name} was saved without an EMA of the parameters: initializing the EMA to the parameters'
         )
         ema = copy_params(trees['params'])
-    state = TrainState(step_counter, skipped, trees['params'], trees['optimizer'], ema, scale, window)
+    state = TrainState(step, skipped, trees['params'], trees['optimizer'], ema, scale, spike_window)
     return RestoredState(state, fingerprint, progress.get('history') or {}, trees.get(SOURCE, {}))
 
 

@@ -16,10 +16,10 @@ def shipped_configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted(files)}
 
 
-def find_config(given: str) -> Path:
-    """Returns the path of a config file: `given` itself, or the shipped config of this name."""
-    path = Path(given)
-    return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(given, path)
+def find_config(spec: str) -> Path:
+    """Returns the path of a config file: `spec` itself, or the shipped config of this name."""
+    path = Path(spec)
+    return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(spec, path)
 
 
 def default_workdir(spec: str) -> str:
@@ -42,12 +42,12 @@ def default_workdir(spec: str) -> str:
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into `section.key=value` overrides (without `--config.`) and the remaining arguments."""
     overrides, rest = [], []
-    words = iter(argv)
-    for word in words:
-        if word.startswith('--config.'):
-            if '=' not in word:
-                word = f'{word}={next(words, "")}'
-            overrides.append(word.removeprefix('--config.'))
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument.startswith('--config.'):
+            if '=' not in argument:
+                argument = f'{argument}={next(arguments, "")}'
+            overrides.append(argument.removeprefix('--config.'))
         else:
-            rest.append(word)
+            rest.append(argument)
     return overrides, rest

@@ -123,8 +123,8 @@ def build(values: ConfigDict) -> Config:
 def _freeze(values: ConfigDict) -> Config:
     sections = {}
     for section in values:
-        given = values[section].to_dict()
-        sections[section] = {name: key.without_auto(given[name]) for name, key in find_keys(section, given).items()}
+        keys = values[section].to_dict()
+        sections[section] = {name: key.without_auto(keys[name]) for name, key in find_keys(section, keys).items()}
     return make_config(sections)
 
 
@@ -165,10 +165,10 @@ def _read_json_file(path: Path, variant: str) -> ConfigDict:
 def _check_family_is_open(values: ConfigDict, path: str, overrides: Sequence[str]) -> None:
     """Rejects another `model.family` if every key that a family sets has a value: only the name would change."""
     switches = [key for key, value in dataclasses.asdict(ModelConfig()).items() if value is FAMILY]
-    wanted = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
-    if set(wanted) - {values.model.family} and all(values.model[key] is not None for key in switches):
+    families = [text for key, _, text in (override.partition('=') for override in overrides) if key == 'model.family']
+    if set(families) - {values.model.family} and all(values.model[key] is not None for key in switches):
         raise InputError(
-            f'--config.model.family={wanted[-1]}: {path} already sets every key that the family sets; override those '
+            f'--config.model.family={families[-1]}: {path} already sets every key that the family sets; override those '
             'keys instead'
         )
 

@@ -92,10 +92,10 @@ def check_layout(config: Config) -> None:
                 f'mesh.context={mesh.context} with model.attention_softcap={model.attention_softcap}: ring attention '
                 'has no soft cap of the scores; set mesh.context=1'
             )
-        windows = [('data.seq_len', config.data.seq_len)]
-        windows += [('a length of data.seq_len_schedule', window) for window, _ in config.data.seq_len_schedule]
+        lengths = [('data.seq_len', config.data.seq_len)]
+        lengths += [('a length of data.seq_len_schedule', length) for length, _ in config.data.seq_len_schedule]
         # For load balance, each device gets two chunks: one from the first half and one from the second half.
-        _check_axis(config, 'context', windows, pieces=2)
+        _check_axis(config, 'context', lengths, pieces=2)
     if mesh.host_offload != 'none' and config.optimizer.name != 'adamw':
         raise InputError(
             f'mesh.host_offload={mesh.host_offload}: host offload requires optimizer.name=adamw, not '

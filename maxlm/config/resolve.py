@@ -92,19 +92,19 @@ def resolve(
         InputError: the values are inconsistent. The message suggests values that work.
     """
     mesh = resolve_mesh(config.mesh, num_devices)
-    window = config.data.seq_len
+    seq_len = config.data.seq_len
     train = config.train
     assert train.per_device_batch_size != AUTO, 'a size for train.per_device_batch_size=auto comes from planning'
     global_batch, micro_batch = resolve_batch(config, mesh)
 
-    tokens_per_step = global_batch * window
+    tokens_per_step = global_batch * seq_len
     if train.num_steps:
         num_steps = train.num_steps
     elif train.hours or train.dollars:
         num_steps = UNDECIDED_STEPS
     elif train.num_tokens:
         steps, sequences = trained
-        num_steps = steps + max(0, -(-(train.num_tokens - sequences * window) // tokens_per_step))
+        num_steps = steps + max(0, -(-(train.num_tokens - sequences * seq_len) // tokens_per_step))
     elif windows is None:
         raise InputError(
             f'train.num_epochs={train.num_epochs:g}: the data is still being prepared, so the length of an epoch is '
@@ -127,7 +127,7 @@ def resolve(
         num_kv_heads=model.num_kv_heads or model.num_heads,
         head_dim=model.head_dim or model.qk_nope_head_dim + model.qk_rope_head_dim or model.dim // model.num_heads,
         ffn_dim=model.ffn_dim or (gated_dim if model.activation in GATED_ACTIVATIONS else 4 * model.dim),
-        max_positions=model.max_positions or window,
+        max_positions=model.max_positions or seq_len,
         embedding_multiplier=model.embedding_multiplier or math.sqrt(model.dim),
         quantization_group_size=model.quantization_group_size or QUANTIZATION_GROUPS.get(model.weight_quantization, 0),
     )
@@ -172,7 +172,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         )
     if config.teacher is None:
         return None
-    key, window = f'distill.teacher={config.distill.teacher}', config.data.seq_len
+    key, seq_len = f'distill.teacher={config.distill.teacher}', config.data.seq_len
     teacher = dataclasses.replace(
         config.teacher,
         dtype=config.model.dtype,
@@ -190,9 +190,9 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
             f'{config.model.vocab_size}; set model.vocab_size={teacher.vocab_size}, or choose a teacher with the same '
             'tokenizer'
         )
-    if teacher.position_embedding == 'learned' and teacher.max_positions < window:
+    if teacher.position_embedding == 'learned' and teacher.max_positions < seq_len:
         raise InputError(
-            f'{key}: the teacher has learned positions for {teacher.max_positions} tokens, but data.seq_len={window}; '
+            f'{key}: the teacher has learned positions for {teacher.max_positions} tokens, but data.seq_len={seq_len}; '
             f'set data.seq_len={teacher.max_positions} or less'
         )
     alone = dataclasses.replace(config, model=teacher, teacher=None)
@@ -342,17 +342,17 @@ def _cudnn_needs(config: Config, capability: tuple[int, int] | None) -> str:
 
 def _splash_needs(config: Config) -> str:
     """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
-    mesh, window = config.mesh, config.data.seq_len
+    mesh, seq_len = config.mesh, config.data.seq_len
     if config.model.attention_sinks:
         return _NO_SINKS
     if config.model.dtype == 'float16':
         return 'model.dtype=bfloat16 or float32; found float16'
     if mesh.context > 1 or mesh.stage > 1:
         return f'mesh.context=1 and mesh.stage=1; found {mesh.context} and {mesh.stage}'
-    if window % SPLASH_MULTIPLE:
-        below = window // SPLASH_MULTIPLE * SPLASH_MULTIPLE
+    if seq_len % SPLASH_MULTIPLE:
+        below = seq_len // SPLASH_MULTIPLE * SPLASH_MULTIPLE
         closest = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
-        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; found {window}; nearest: {closest}'
+        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; found {seq_len}; nearest: {closest}'
     return ''
 
 

@@ -93,8 +93,8 @@ class DataConfig:
     download_threads: Annotated[int, Range(1, 1024), Renamed('fetch_threads')] = 8
 
     @property
-    def source_shares(self) -> tuple[float, ...]:
-        """Returns the share of each entry of `sources` in the training sequences of a complete run."""
+    def source_fractions(self) -> tuple[float, ...]:
+        """Returns the fraction of each entry of `sources` in the training sequences of a complete run."""
         stages = [*self.sources_schedule, (tuple(weight for _, weight in self.sources), 1.0)]
         starts = [0.0, *(stop for _, stop in self.sources_schedule)]
         by_stage = [
@@ -252,7 +252,10 @@ class ExportConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Config of a run. Users set a key with its section: `--config.train.num_steps=100`."""
+    """Config of a run. Users set a key with its section: `--config.train.num_steps=100`.
+
+    `maxlm.Config`, the class of the Python API, extends it by `get`, `replace` and `resolve`.
+    """
 
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -314,20 +317,20 @@ class Config:
         """Returns the number of devices over which the batch is split (resolved configs only)."""
         return self.mesh.replica * self.mesh.data * self.mesh.fsdp * self.mesh.expert
 
-    def at_context(self, window: int) -> Config:
+    def at_context(self, seq_len: int) -> Config:
         """Returns the config for a shorter sequence length with the same tokens per step (resolved configs only)."""
-        parts = self.data.seq_len // window
+        parts = self.data.seq_len // seq_len
         train = dataclasses.replace(
             self.train,
             global_batch_size=self.train.global_batch_size * parts,
             per_device_batch_size=self.train.per_device_batch_size * parts,
         )
-        return dataclasses.replace(self, data=dataclasses.replace(self.data, seq_len=window), train=train)
+        return dataclasses.replace(self, data=dataclasses.replace(self.data, seq_len=seq_len), train=train)
 
     @property
     def contexts(self) -> list[tuple[int, int]]:
         """Returns (first step from 0, sequence length) of each segment of the run (resolved configs only)."""
-        lengths = [*(window for window, _ in self.data.seq_len_schedule), self.data.seq_len]
+        lengths = [*(seq_len for seq_len, _ in self.data.seq_len_schedule), self.data.seq_len]
         return list(zip(self._first_steps(self.data.seq_len_schedule), lengths, strict=True))
 
     @property
@@ -343,11 +346,11 @@ class Config:
         return tuple(zip(self._first_steps(schedule), weights, strict=True))
 
     def _first_steps(self, schedule: tuple[tuple[Any, float], ...]) -> list[int]:
-        return [0, *(round(share * self.train.num_steps) for _, share in schedule)]
+        return [0, *(round(fraction * self.train.num_steps) for _, fraction in schedule)]
 
     def context_at(self, step: int) -> int:
         """Returns the sequence length at `step`, counted from 0 (resolved configs only)."""
-        return [window for first_step, window in self.contexts if first_step <= step][-1]
+        return [seq_len for first_step, seq_len in self.contexts if first_step <= step][-1]
 
     @property
     def accumulation(self) -> int:

@@ -93,16 +93,16 @@ def public_json(text: str) -> str:
     return _dump(_hide(values)) if is_config else text
 
 
-def public_command(words: Sequence[str]) -> list[str]:
-    """Returns the words of a command line without the values of secret keys and without secrets in URLs."""
+def public_command(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a command line without the values of secret keys and without secrets in URLs."""
     shown, key = [], ''
-    for word in words:
-        name, equals, _ = word.removeprefix('--config.').partition('=')
-        hides = word.startswith('--config.') and is_secret(name)
+    for argument in arguments:
+        name, equals, _ = argument.removeprefix('--config.').partition('=')
+        hides = argument.startswith('--config.') and is_secret(name)
         if key or (hides and equals):
             shown.append(HIDDEN if key else f'--config.{name}={HIDDEN}')
         else:
-            shown.append(_public(word) if word.startswith('--config.') else redact(word))
+            shown.append(_public(argument) if argument.startswith('--config.') else redact(argument))
         key = name if hides and not equals else ''
     return shown
 

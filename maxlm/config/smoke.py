@@ -34,7 +34,7 @@ def shrink(config: ConfigDict) -> ConfigDict:
     model.remat_policy = 'none'
     model.scan_layers = False
 
-    data.seq_len_schedule = tuple((SEQ_LEN * length // data.seq_len, share) for length, share in data.seq_len_schedule)
+    data.seq_len_schedule = tuple((SEQ_LEN * length // data.seq_len, end) for length, end in data.seq_len_schedule)
     data.seq_len = SEQ_LEN
 
     train.num_steps = STEPS

@@ -190,10 +190,10 @@ def _check_context_schedule(data: DataConfig) -> None:
     for entry in data.seq_len_schedule:
         if not isinstance(entry, tuple) or [type(part) for part in entry] not in ([int, float], [int, int]):
             raise InputError(f'data.seq_len_schedule: {entry!r} is not a pair of a length and a fraction; {example}')
-        window, _ = entry
-        if not 2 <= window < data.seq_len or data.seq_len % window:
+        length, _ = entry
+        if not 2 <= length < data.seq_len or data.seq_len % length:
             raise InputError(
-                f'data.seq_len_schedule: {window} does not divide data.seq_len={data.seq_len} into 2 or more '
+                f'data.seq_len_schedule: {length} does not divide data.seq_len={data.seq_len} into 2 or more '
                 f'sequences; use a smaller divisor of {data.seq_len}'
             )
     _check_fractions('data.seq_len_schedule', data.seq_len_schedule)
@@ -270,9 +270,9 @@ def _check_guard(config: Config) -> None:
 
 
 def _exactly_one(config: Config, *keys: str) -> None:
-    given = [key for key in keys if _value(config, key)]
-    if len(given) != 1:
-        found = ' and '.join(f'{key}={_value(config, key)}' for key in given) if given else 'none'
+    present = [key for key in keys if _value(config, key)]
+    if len(present) != 1:
+        found = ' and '.join(f'{key}={_value(config, key)}' for key in present) if present else 'none'
         raise InputError(f'exactly one of {", ".join(keys)} must be set; found: {found}')
 
 

@@ -64,9 +64,9 @@ def _check_latent_attention(model: ModelConfig) -> None:
         'attention_multiplier': (0.0, model.attention_multiplier),
         'attention_softcap': (0.0, model.attention_softcap),
     }
-    for key, (wanted, found) in required.items():
-        if found != wanted:
-            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={wanted}')
+    for key, (expected, found) in required.items():
+        if found != expected:
+            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={expected}')
     if 'N' in model.attention_pattern:
         raise InputError(
             f'model.attention_pattern={model.attention_pattern} with {latent}: latent attention requires rotary '

@@ -158,7 +158,7 @@ def check_grpo(config: Config) -> None:
     Raises:
         InputError: a required key is missing, or some keys are inconsistent.
     """
-    grpo, train, window = config.grpo, config.train, config.data.seq_len
+    grpo, train, seq_len = config.grpo, config.train, config.data.seq_len
     if train.objective != 'grpo':
         raise InputError(
             f'train.objective={train.objective}: maxlm grpo requires train.objective=grpo; set it, or use maxlm train'
@@ -182,10 +182,10 @@ def check_grpo(config: Config) -> None:
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
             'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
         )
-    if grpo.max_completion_length >= window:
+    if grpo.max_completion_length >= seq_len:
         raise InputError(
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
-            f'data.seq_len={window}; lower it'
+            f'data.seq_len={seq_len}; lower it'
         )
     if grpo.tools and grpo.async_rollouts:
         raise InputError(
@@ -200,7 +200,7 @@ def check_grpo(config: Config) -> None:
             )
     rows, global_batch = (
         grpo.prompts_per_rollout * grpo.num_generations,
-        train.global_batch_size or train.global_batch_size_tokens // window,
+        train.global_batch_size or train.global_batch_size_tokens // seq_len,
     )
     if rows % global_batch:
         raise InputError(
@@ -208,7 +208,7 @@ def check_grpo(config: Config) -> None:
             'train.global_batch_size='
             f'{global_batch}; nearest: {max(1, round(rows / global_batch)) * global_batch}'
         )
-    for key, value, wanted in (
+    for key, value, expected in (
         ('train.hours', train.hours, 0),
         ('train.dollars', train.dollars, 0),
         ('train.num_tokens', train.num_tokens, 0),
@@ -219,9 +219,9 @@ def check_grpo(config: Config) -> None:
         ('data.document_mask', config.data.document_mask, True),
         ('mesh.host_offload', config.mesh.host_offload, 'none'),
     ):
-        if value != wanted:
+        if value != expected:
             raise InputError(
-                f'{key}={value!r}: not supported by maxlm grpo; set it to {wanted!r}{_WHY_NOT.get(key, "")}'
+                f'{key}={value!r}: not supported by maxlm grpo; set it to {expected!r}{_WHY_NOT.get(key, "")}'
             )
 
 

@@ -156,14 +156,14 @@ def draw_needles(results: NeedleResults, title: str) -> Figure:
     figure = Figure(figsize=(4.6 + 1.1 * len(config.lengths), 3.6), layout='constrained')
     figure.suptitle(title, fontsize=11, fontweight='bold', x=0.01, ha='left')
     panels = {f'most likely of {CHOICES} numbers': results.choice_ND, 'greedy answer': results.retrieved_ND}
-    for axes, (name, shares_ND) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
-        image = axes.imshow(shares_ND.T, vmin=0, vmax=1, cmap='viridis', aspect='auto')
+    for axes, (name, fractions_ND) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        image = axes.imshow(fractions_ND.T, vmin=0, vmax=1, cmap='viridis', aspect='auto')
         axes.set_title(name, fontsize=10, loc='left')
         axes.set_xticks(range(len(config.lengths)), [f'{length:,}' for length in config.lengths])
         axes.set_xlabel('text length (tokens)')
         axes.tick_params(length=0)
-        for (n, d), share in np.ndenumerate(shares_ND):
-            axes.text(n, d, f'{share:.2f}', ha='center', va='center', color='black' if share > 0.6 else 'white')
+        for (n, d), fraction in np.ndenumerate(fractions_ND):
+            axes.text(n, d, f'{fraction:.2f}', ha='center', va='center', color='black' if fraction > 0.6 else 'white')
     first = figure.axes[0]
     first.set_yticks(range(len(config.depths)), [f'{depth:.0%}' for depth in config.depths])
     first.set_ylabel('depth of the fact')

@@ -36,7 +36,7 @@ class HeldOut(NamedTuple):
         source_W: source index of each window.
         class_loss_K: sum of losses per position class.
         class_tokens_K: sum of token weights per position class.
-        window: length of a window.
+        seq_len: length of a window, in tokens.
     """
 
     loss_W: np.ndarray
@@ -44,7 +44,7 @@ class HeldOut(NamedTuple):
     source_W: np.ndarray
     class_loss_K: np.ndarray
     class_tokens_K: np.ndarray
-    window: int
+    seq_len: int
 
     def loss(self) -> Measure:
         """Returns nats per token. The standard error treats windows as independent."""
@@ -62,7 +62,7 @@ class HeldOut(NamedTuple):
     def by_position(self) -> list[tuple[int, int, float]]:
         """Returns (first, last, loss) for each position class, where first and last are numbers of context tokens."""
         return [
-            (2**k, min(2 ** (k + 1) - 1, self.window), float(loss / tokens))
+            (2**k, min(2 ** (k + 1) - 1, self.seq_len), float(loss / tokens))
             for k, (loss, tokens) in enumerate(zip(self.class_loss_K, self.class_tokens_K, strict=True))
             if tokens
         ]
@@ -100,17 +100,17 @@ def measure(
 ) -> HeldOut:
     """Evaluates all batches. Windows are in data order, independent of the mesh."""
     windows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    classes, window = np.zeros((2, 64)), 0
+    classes, seq_len = np.zeros((2, 64)), 0
     pending: dict[str, jax.Array] | None = None
 
     def collect(losses: dict[str, jax.Array]) -> None:
-        nonlocal classes, window
+        nonlocal classes, seq_len
         arrays = {name: _flatten_micro_batches(np.asarray(x)) for name, x in jax.device_get(losses).items()}
         weights = arrays['weights'].astype(np.float64)
         # A selection instead of a product, because losses of unpredicted tokens may be NaN or infinite.
         loss = np.where(weights > 0, arrays['loss'].astype(np.float64) * weights, 0.0)
         windows.append((loss.sum(axis=1), weights.sum(axis=1), arrays.get('sources', np.zeros(len(loss)))))
-        window = arrays['positions'].shape[1]
+        seq_len = arrays['positions'].shape[1]
         position_class = np.floor(np.log2(arrays['positions'] + 1)).astype(int).ravel()
         classes += [np.bincount(position_class, x.ravel(), minlength=64) for x in (loss, weights)]
 
@@ -125,7 +125,7 @@ def measure(
     loss_W, tokens_W, source_W = (np.concatenate(parts) for parts in zip(*windows, strict=True))
     num_classes = max(np.flatnonzero(classes[1]).tolist(), default=0) + 1
     class_loss_K, class_tokens_K = classes[:, :num_classes]
-    return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, window)
+    return HeldOut(loss_W, tokens_W, source_W, class_loss_K, class_tokens_K, seq_len)
 
 
 def bits_per_byte(loss: Measure, tokens_per_byte: float) -> Measure:

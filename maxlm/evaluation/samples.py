@@ -130,9 +130,9 @@ class Samples:
     def _length(self, needed: int) -> int:
         multiple = math.lcm(MULTIPLE, 2 * self._layout.num_shards('length'))
         rounded = -(-needed // multiple) * multiple
-        window = self._config.data.seq_len
+        seq_len = self._config.data.seq_len
         # All kernels and meshes of the run support the sequence length of training.
-        return window if needed <= window < rounded else rounded
+        return seq_len if needed <= seq_len < rounded else rounded
 
     def _generate(self, params: Params, tokens_BT: jax.Array, length_B: jax.Array, *, num_tokens: int) -> jax.Array:
         """Returns `tokens_BT` with `num_tokens` sampled tokens after the first `length_B` of each row."""

@@ -99,7 +99,7 @@ def evaluate(
         source_tokens=[int(count) for count in total.source_tokens],
         # The statistics of routers are metrics of the training step.
         parts={
-            name: float(sum_) / max(float(total.part_count(name)), 1.0)
+            name: float(sum_) / max(float(total.part_counts[name]), 1.0)
             for name, sum_ in total.parts.items()
             if name not in ROUTER_PARTS
         },

@@ -53,9 +53,9 @@ def check_supported(config: Fields, supported: Iterable[str]) -> None:
             f'{source}: quantization_config: quant_method={method!r:.100} is not supported; use float weights, or '
             f'weights in {" or ".join(METHODS)}'
         )
-    for key, wanted in (('is_causal', True), ('per_layer_config', None)):
-        if values.get(key, wanted) not in (wanted, None, {}):
-            raise config.error(key, f'not supported; use a model without {key}, or with {key}={json.dumps(wanted)}')
+    for key, default in (('is_causal', True), ('per_layer_config', None)):
+        if values.get(key, default) not in (default, None, {}):
+            raise config.error(key, f'not supported; use a model without {key}, or with {key}={json.dumps(default)}')
     if kind in ARCHITECTURES and not ARCHITECTURES[kind].expert_keys:
         for key in _EXPERTS:
             if config.integer(key, 0, null=0):
@@ -141,9 +141,9 @@ def _unsupported_biases(model: ModelConfig, row: Architecture) -> list[str]:
     keys: dict[str, bool] = {}
     for part, value in row.biases.items():
         has_bias = model.has_bias(part)
-        wanted = keys.setdefault(value[0], has_bias) if isinstance(value, tuple) else value
-        if has_bias != wanted:
-            key = 'use_bias' if model.use_bias or wanted else f'{part}_bias'
+        expected = keys.setdefault(value[0], has_bias) if isinstance(value, tuple) else value
+        if has_bias != expected:
+            key = 'use_bias' if model.use_bias or expected else f'{part}_bias'
             return [stated(model, key)]
     return []
 
@@ -279,11 +279,12 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
     """Returns the attention pattern and the sliding window."""
     if row is SMOLLM3:
         return _pattern(_rotated(fields, num_layers), 0)
-    window, is_qwen = 0, row in (QWEN2, QWEN3)
-    if row.window is not None or (is_qwen and fields.flag('use_sliding_window', False)):
-        window = fields.integer('sliding_window', 4096 if row.window is None else row.window, null=0)
+    sliding_window, is_qwen = 0, row in (QWEN2, QWEN3)
+    if row.sliding_window is not None or (is_qwen and fields.flag('use_sliding_window', False)):
+        default = 4096 if row.sliding_window is None else row.sliding_window
+        sliding_window = fields.integer('sliding_window', default, null=0)
     first = fields.integer('max_window_layers', 28) if is_qwen else 0
-    sliding = [window > 0 and layer >= first for layer in range(num_layers)]
+    sliding = [sliding_window > 0 and layer >= first for layer in range(num_layers)]
     if row.pattern:
         # The former key of Gemma 3: every n-th layer is full.
         period = len(row.pattern)
@@ -301,11 +302,11 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
                 'layer_types', f'{row.model_type} supports only one type of layer; use one type for all layers'
             )
         sliding = listed
-    if any(sliding) and not window:
+    if any(sliding) and not sliding_window:
         if types is None:
             raise fields.error('sliding_window', f'must be {NUMBERS["sliding_window"]}')
         raise fields.error('layer_types', 'sliding_attention requires a window; set sliding_window')
-    return _pattern(''.join('S' if slides else 'L' for slides in sliding), window)
+    return _pattern(''.join('S' if slides else 'L' for slides in sliding), sliding_window)
 
 
 def _rotated(fields: Fields, num_layers: int) -> str:
@@ -322,9 +323,9 @@ def _rotated(fields: Fields, num_layers: int) -> str:
     return ''.join('L' if entry else 'N' for entry in rotated[:num_layers])
 
 
-def _pattern(letters: str, window: int) -> dict[str, Any]:
+def _pattern(letters: str, sliding_window: int) -> dict[str, Any]:
     """Returns the pattern of the letters of all layers, and the window if there is one."""
     # The shortest pattern that repeats to all layers, because one period of it is compiled.
     num_layers = len(letters)
     period = next(n for n in range(1, num_layers + 1) if letters == (letters[:n] * num_layers)[:num_layers])
-    return {'attention_pattern': letters[:period], 'sliding_window': window if 'S' in letters else 0}
+    return {'attention_pattern': letters[:period], 'sliding_window': sliding_window if 'S' in letters else 0}

@@ -55,26 +55,26 @@ class FinalExport:
     def __init__(
         self,
         config: Config,
-        given: str,
+        location: str,
         *,
         workdir: Path,
-        checkpoints: Any,
+        checkpoint_workdir: Any,
         record_event: Callable[..., None],
     ):
         """
         Args:
             config: resolved config.
-            given: value of `--workdir`, a directory or a URL.
+            location: value of `--workdir`, a directory or a URL.
             workdir: local directory of config, tokenizer, metrics and events.
-            checkpoints: workdir of the checkpoints, either `workdir` or a path in a bucket.
+            checkpoint_workdir: workdir of the checkpoints, either `workdir` or a path in a bucket.
             record_event: records an event of the run.
 
         Raises:
             InputError: `export.to` already contains files that this run did not export, or cannot be written.
         """
-        self._workdir, self._checkpoints, self._record_event = workdir, checkpoints, record_event
+        self._workdir, self._checkpoint_workdir, self._record_event = workdir, checkpoint_workdir, record_event
         self._cache, self._architecture = config.data.cache_dir, config.export.architecture
-        place = config.export.to or (f'{given.rstrip("/")}/{NAME}' if is_url(given) else str(workdir / NAME))
+        place = config.export.to or (f'{location.rstrip("/")}/{NAME}' if is_url(location) else str(workdir / NAME))
         remote = '' if config.export.to else config.checkpoint.remote_dir.rstrip('/')
         self._local = None if is_url(place) else Path(place).expanduser().resolve()
         url = place if self._local is None else f'{remote}/{NAME}' if remote else ''
@@ -83,7 +83,7 @@ class FinalExport:
         local_names = [NAME if not config.export.to else str(self._local)] if self._local else []
         self._targets = [*local_names, *([display_path(url)] if url else [])]
         self._shown = ' and '.join([*([place] if self._local else []), *([display_path(url)] if url else [])])
-        self._name = Path(config.export.to or given).name
+        self._name = Path(config.export.to or location).name
         self._check_targets()
 
     def _check_targets(self) -> None:
@@ -115,7 +115,7 @@ class FinalExport:
         Raises:
             InputError: a parameter cannot be converted, or the target cannot be written. The checkpoint is unchanged.
         """
-        step = saved_steps(self._checkpoints)[-1]
+        step = saved_steps(self._checkpoint_workdir)[-1]
         if self._is_done(step):
             logger.info(f'the model of step {step} is already exported: {self._shown}')
             return
@@ -140,7 +140,7 @@ class FinalExport:
             self._upload.begin()
             self._upload.reopen()
         exported = export_model(
-            str(find_local_step(f'{self._checkpoints}@{step}', cache=self._cache)),
+            str(find_local_step(f'{self._checkpoint_workdir}@{step}', cache=self._cache)),
             str(directory),
             architecture=self._architecture,
             dtype=AUTO,

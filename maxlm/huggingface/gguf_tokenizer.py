@@ -161,13 +161,14 @@ def _are_of_scores(merges: list[tuple[str, ...]], tokenizer: Mapping[str, Any]) 
     )
 
 
-def _adds_space(normalizer: Mapping[str, Any] | None, words: Mapping[str, Any] | None) -> bool | None:
+def _adds_space(normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str, Any] | None) -> bool | None:
     """Returns whether texts start with a space, or None if llama.cpp does not support the steps."""
-    if normalizer is None and words is not None and words['type'] == 'Metaspace':
+    if normalizer is None and pre_tokenizer is not None and pre_tokenizer['type'] == 'Metaspace':
         # llama.cpp also adds the space after each special token and before a leading space.
-        first = words.get('prepend_scheme') in ('first', 'always')
-        return True if first and words['replacement'] == _SPACE and words.get('split') is False else None
-    if words not in (None, _AFTER_SPACES):
+        first = pre_tokenizer.get('prepend_scheme') in ('first', 'always')
+        is_plain = pre_tokenizer['replacement'] == _SPACE and pre_tokenizer.get('split') is False
+        return True if first and is_plain else None
+    if pre_tokenizer not in (None, _AFTER_SPACES):
         return None
     return True if normalizer == _PREPEND else False if normalizer == _REPLACE else None
 

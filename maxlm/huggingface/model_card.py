@@ -57,13 +57,13 @@ def model_card(
         _usage(name, architecture, (workdir / TOKENIZER).is_file()),
         '## Model\n',
         _table(
-            {'parameters': f'{parameters:,}', 'weights': dtype, **_model_facts(config.model), **_token_facts(workdir)}
+            {'parameters': f'{parameters:,}', 'weights': dtype, **_model_rows(config.model), **_token_rows(workdir)}
         ),
     ]
     if step:
         parts += [
             '## Training\n',
-            _table(_training_facts(workdir, step, config)),
+            _table(_training_rows(workdir, step, config)),
             '<details><summary>Settings that differ from the defaults</summary>\n',
             f'```json\n{json.dumps(_changed_settings(config), indent=2)}\n```\n',
             '</details>',
@@ -92,7 +92,7 @@ def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
     return '\n'.join([*lines, 'With vLLM:', '', '```', f'vllm serve {name}', '```', ''])
 
 
-def _model_facts(model: ModelConfig) -> dict[str, str]:
+def _model_rows(model: ModelConfig) -> dict[str, str]:
     positions: str = model.position_embedding
     if model.position_embedding == 'rotary':
         positions += f', base {model.rope_theta:,.0f}'
@@ -125,33 +125,33 @@ def _model_facts(model: ModelConfig) -> dict[str, str]:
     }
 
 
-def _token_facts(workdir: Path) -> dict[str, str]:
+def _token_rows(workdir: Path) -> dict[str, str]:
     with contextlib.suppress(InputError):
         return describe_boundaries(Tokenizer.load(workdir / TOKENIZER).boundary_names)
     return {}
 
 
-def _training_facts(workdir: Path, step: int, config: Config) -> dict[str, str]:
-    facts = {
+def _training_rows(workdir: Path, step: int, config: Config) -> dict[str, str]:
+    rows = {
         'data': _training_data(workdir, config),
         'steps': f'{step:,}',
         'tokens seen': f'{step * config.train.global_batch_size * config.data.seq_len:,}',
         'batch': f'{config.train.global_batch_size:,} × {config.data.seq_len:,} tokens',
     }
     if config.train.init_from:
-        facts['started from'] = Path(config.train.init_from).name
+        rows['started from'] = Path(config.train.init_from).name
     lines = [line for line in read_metrics(workdir) if line['step'] <= step]
     for label, key in (('training loss', 'train/loss'), ('validation loss', 'eval/loss')):
         losses = [line[key] for line in lines if line.get(key) is not None]
         if losses:
-            facts[label] = f'{losses[-1]:.4f} nats/token (last), {min(losses):.4f} (lowest)'
-    return facts
+            rows[label] = f'{losses[-1]:.4f} nats/token (last), {min(losses):.4f} (lowest)'
+    return rows
 
 
 def _training_data(workdir: Path, config: Config) -> str:
     if config.data.sources:
-        shares = zip(config.data.source_shares, config.data.sources, strict=True)
-        return ', '.join(f'{share:.1%} {Path(entry).name}' for share, (entry, _) in shares)
+        fractions = zip(config.data.source_fractions, config.data.sources, strict=True)
+        return ', '.join(f'{fraction:.1%} {Path(entry).name}' for fraction, (entry, _) in fractions)
     data = Path(config.data.path).name
     with contextlib.suppress(InputError):
         dataset = load_manifest(config.data.path)
@@ -179,5 +179,5 @@ def _changed_settings(config: Config) -> dict[str, dict[str, object]]:
     return changed
 
 
-def _table(facts: dict[str, str]) -> str:
-    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in facts.items()), ''])
+def _table(rows: dict[str, str]) -> str:
+    return '\n'.join(['| | |', '|---|---|', *(f'| {name} | {value} |' for name, value in rows.items()), ''])

@@ -53,7 +53,7 @@ def store_teacher_outputs(
         model: the teacher.
         corpus: data with one source.
         directory: output directory. Complete files of an earlier pass with the same manifest are kept.
-        manifest: facts of this pass.
+        manifest: properties of this pass that determine its outputs.
         batch_size: number of windows that the model processes at a time.
         show: show progress.
 

@@ -234,8 +234,8 @@ def _fit(runs: Sequence[ScalingRun], near: Law | None = None) -> Law:
 
     def slopes(coefficients: np.ndarray) -> np.ndarray:
         losses = parts(coefficients)
-        shares = losses / losses.sum(0)
-        return np.stack([*shares, -shares[0] * x_N, -shares[1] * x_D], axis=1)
+        fractions = losses / losses.sum(0)
+        return np.stack([*fractions, -fractions[0] * x_N, -fractions[1] * x_D], axis=1)
 
     if near is None:
         starts = _starts(x_N, x_D, np.exp(-logs_L))

@@ -19,7 +19,7 @@ from maxlm.hardware.prices import STORAGE_PER_GIB_MONTH, Price, has_price, price
 
 HOUR = 3600.0
 # A forward pass is a third of the work of a training step.
-FORWARD_SHARE = 1 / 3
+FORWARD_FRACTION = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,4 +278,4 @@ def _evaluation_seconds(config: Config, step_seconds: float) -> float:
     """
     if not config.eval.interval:
         return 0.0
-    return config.eval.num_batches * step_seconds * FORWARD_SHARE / config.eval.interval
+    return config.eval.num_batches * step_seconds * FORWARD_FRACTION / config.eval.interval

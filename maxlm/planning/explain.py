@@ -15,7 +15,7 @@ from maxlm.planning.forecast import Forecast
 LARGEST = 10
 # Fraction of a GPU's memory up to which XLA schedules a program without rematerializing on its own: 95 % of 80 %
 # (`GetSchedulerMemoryLimit` in xla/service/gpu/gpu_hlo_schedule.cc).
-SCHEDULER_SHARE = 0.76
+SCHEDULER_FRACTION = 0.76
 # A program with more than this multiple of the formula's operations computes products twice.
 MAX_FLOPS = 1.03
 # A program with more than this multiple of the formula's memory traffic gets a warning.
@@ -100,9 +100,9 @@ def program_warnings(forecast: Forecast) -> list[str]:
             f'the program moves {work.memory_bytes / 1e9:,.0f} GB of memory outside of products, the formula expects '
             f'{formula.memory_bytes / 1e9:,.0f} GB; --explain lists the causes'
         )
-    if chip.platform == 'gpu' and forecast.fits and forecast.needed > SCHEDULER_SHARE * chip.memory:
+    if chip.platform == 'gpu' and forecast.fits and forecast.needed > SCHEDULER_FRACTION * chip.memory:
         found.append(
-            f'the program needs more than {SCHEDULER_SHARE:.0%} of the memory, above which XLA recomputes values; '
+            f'the program needs more than {SCHEDULER_FRACTION:.0%} of the memory, above which XLA recomputes values; '
             'lower train.per_device_batch_size if the step is slower than planned'
         )
     return found

@@ -131,9 +131,9 @@ def _install(folder: Path, version: str, lock: int) -> None:
 
 def _folder() -> Path:
     name = f'{_version()}-{sys.implementation.cache_tag}'
-    given = Path(os.path.expanduser(os.environ.get(VARIABLE) or f'{CACHE}/{name}'))
+    folder = Path(os.path.expanduser(os.environ.get(VARIABLE) or f'{CACHE}/{name}'))
     # Resolve symlinks, so that the target directory is replaced instead of the link.
-    return given if given.parts[0] == '~' else given.resolve()
+    return folder if folder.parts[0] == '~' else folder.resolve()
 
 
 def _version() -> str:
@@ -184,10 +184,10 @@ def _reason(errors: str) -> str:
     """Returns pip's error message as one short line."""
     lines = errors.splitlines()
     # Without a network, pip's last lines only report that no such package was found.
-    for words in ('connection broken by ', 'ERROR: ', ''):
+    for marker in ('connection broken by ', 'ERROR: ', ''):
         for line in lines:
-            if line.strip() and words in line:
-                return textwrap.shorten(line[line.index(words) + len(words) :], 240, placeholder=' …')
+            if line.strip() and marker in line:
+                return textwrap.shorten(line[line.index(marker) + len(marker) :], 240, placeholder=' …')
     return 'pip printed no error'
 
 

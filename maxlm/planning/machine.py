@@ -25,11 +25,11 @@ from maxlm.runtime.compilation_cache import CompilationCache
 from maxlm.storage.json_text import parse_json
 
 # Fraction of a GPU's memory that JAX may use: launch/gpu_node.sh sets XLA_PYTHON_CLIENT_MEM_FRACTION to it.
-GPU_SHARE = 0.92
+GPU_FRACTION = 0.92
 # Fraction of a TPU's memory that its compiler makes available: 30.75 of a v4's 32 GiB.
-TPU_SHARE = 0.96
+TPU_FRACTION = 0.96
 # Fraction of host memory that a program may use; other processes need memory too.
-CPU_SHARE = 0.8
+CPU_FRACTION = 0.8
 # Version of stored calibrations, and the seconds after which a CPU is calibrated again.
 CALIBRATION_VERSION = 1
 CALIBRATION_AGE = 24 * 3600
@@ -67,7 +67,7 @@ def local_resolver(*, vocab_size: int, windows: int | None) -> partial[Config]:
     )
 
 
-def sample_config(config: Config, resolver: Callable[[Config], Config]) -> Config:
+def sized_config(config: Config, resolver: Callable[[Config], Config]) -> Config:
     """Returns a config resolved for these devices, with a per-device batch size of 1 if it is `auto`."""
     if config.train.per_device_batch_size == AUTO:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=1))
@@ -79,13 +79,13 @@ def machine_of(target: Target, config: Config) -> Machine:
     if target.chip.platform == 'cpu':
         chip, efficiency = calibrate_cpu(config)
         # The virtual devices of the target share the cores of this machine.
-        share = jax.local_device_count() / target.num_devices
+        fraction = jax.local_device_count() / target.num_devices
         chip = dataclasses.replace(
             chip,
-            tflops=chip.tflops * share,
+            tflops=chip.tflops * fraction,
             memory=host_memory() // target.num_devices,
-            memory_bandwidth=chip.memory_bandwidth * share,
-            link_bandwidth=chip.link_bandwidth * share,
+            memory_bandwidth=chip.memory_bandwidth * fraction,
+            link_bandwidth=chip.link_bandwidth * fraction,
         )
         return Machine(dataclasses.replace(target, chip=chip), usable_memory(chip), efficiency)
     return Machine(target, usable_memory(target.chip))
@@ -118,8 +118,8 @@ def present_machine(config: Config, *, measured: bool = True, cache: Compilation
 
 def _stored_calibration(config: Config, cache: CompilationCache) -> Cpu:
     """Returns the calibration of this CPU, measured at most `CALIBRATION_AGE` ago."""
-    facts = (CALIBRATION_VERSION, jax.__version__, num_cores(), jax.local_device_count(), config)
-    key = f'calibration-{hashlib.sha256(repr(facts).encode()).hexdigest()}'
+    parts = (CALIBRATION_VERSION, jax.__version__, num_cores(), jax.local_device_count(), config)
+    key = f'calibration-{hashlib.sha256(repr(parts).encode()).hexdigest()}'
     if stored := cache.get(key):
         entry = parse_json(stored)
         if 0 <= time.time() - entry['time'] < CALIBRATION_AGE:
@@ -139,4 +139,4 @@ def _unknown(device: Any) -> Chip:
 
 def usable_memory(chip: Chip) -> int:
     """Returns the bytes of a device that a program may use."""
-    return int(chip.memory * {'gpu': GPU_SHARE, 'tpu': TPU_SHARE, 'cpu': CPU_SHARE}[chip.platform])
+    return int(chip.memory * {'gpu': GPU_FRACTION, 'tpu': TPU_FRACTION, 'cpu': CPU_FRACTION}[chip.platform])

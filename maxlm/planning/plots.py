@@ -75,15 +75,15 @@ p.note {{ color: #555; }}
 
 def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
     """Plots tokens/s and MFU over numbers of devices, for strong and weak scaling."""
-    figure, (speed, share) = _figure(title, 'tokens/s', 'MFU (fraction of peak)')
+    figure, (speed, mfu) = _figure(title, 'tokens/s', 'MFU (fraction of peak)')
     shown = [row for row in rows if row.kind in CURVES and not row.refusal]
-    for kind, (color, marker, size, width, words) in CURVES.items():
+    for kind, (color, marker, size, width, description) in CURVES.items():
         curve = [row for row in shown if row.kind == kind]
         if not curve:
             continue
         counts = [row.num_devices for row in curve]
-        for axes, values in ((speed, [row.tokens_per_second for row in curve]), (share, [row.mfu for row in curve])):
-            axes.plot(counts, values, color=color, linewidth=width, label=f'{kind}: {words}')
+        for axes, values in ((speed, [row.tokens_per_second for row in curve]), (mfu, [row.mfu for row in curve])):
+            axes.plot(counts, values, color=color, linewidth=width, label=f'{kind}: {description}')
             _points(axes, counts, values, [row.fits for row in curve], color, marker, size)
     usable = [row for row in shown if row.usable] or shown
     if usable:
@@ -93,7 +93,7 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
         speed.plot(ends, ideal, color='black', linewidth=1, linestyle=(0, (4, 3)), label='ideal')
         speed.set_yscale('log')
         _ticks(speed.yaxis, format_si)
-    for axes in (speed, share):
+    for axes in (speed, mfu):
         axes.set_xscale('log', base=2)
         axes.set_xlabel('devices')
         counts = sorted({row.num_devices for row in shown})
@@ -101,7 +101,7 @@ def scaling_figure(rows: Sequence[ScalingRow], title: str) -> Figure:
         counts = counts[::-1][:: len(counts) // 11 + 1]
         axes.set_xticks(counts, [f'{count:,}'.replace(',', ' ') for count in counts])
         axes.minorticks_off()
-    _percent(share)
+    _percent(mfu)
     _legend(speed, any(not row.fits for row in shown), 'upper left')
     return figure
 
@@ -116,13 +116,13 @@ def budget_figure(plan: BudgetPlan, title: str) -> Figure:
         _points(axes, sizes, values, fits, BLUE, 'o')
     best = plan.optimum
     # Place labels away from the curves: above the lowest point, and right of the crossing.
-    for axes, value, words, offset, align in (
+    for axes, value, text, offset, align in (
         (loss, best.loss, f'{format_si(best.parameters)}: {best.loss:.3f}', (0, 18), 'center'),
         (tokens, best.tokens, f'{format_si(best.parameters)} on {format_si(best.tokens)}', (16, -4), 'left'),
     ):
         at = (best.parameters, value)
         axes.plot(*at, marker='*', markersize=15, color=ORANGE, linestyle='', label='best')
-        axes.annotate(words, at, offset, textcoords='offset points', ha=align, color=ORANGE, weight='bold')
+        axes.annotate(text, at, offset, textcoords='offset points', ha=align, color=ORANGE, weight='bold')
         axes.set_xscale('log')
         axes.set_xlabel('parameters')
         axes.set_xticks(sizes, [format_si(size) for size in sizes])
@@ -188,8 +188,8 @@ def _figure(title: str, *panels: str) -> tuple[Figure, list[Axes]]:
         figure = Figure(figsize=(5.2 * len(panels), 4.4), layout=layout)
         FigureCanvasAgg(figure)
         axes = [figure.add_subplot(1, len(panels), number + 1) for number in range(len(panels))]
-        for panel, words in zip(axes, panels, strict=True):
-            panel.set_title(words)
+        for panel, label in zip(axes, panels, strict=True):
+            panel.set_title(label)
         if title:
             figure.suptitle(title, x=0.01, ha='left', fontsize=13)
     return figure, axes
@@ -206,13 +206,13 @@ def _points(
             axes.plot(*zip(*chosen, strict=True), linestyle='', marker=marker, markersize=size, color=color, mfc=face)
 
 
-def _ticks(axis: Any, words: Callable[[float], str]) -> None:
+def _ticks(axis: Any, format_value: Callable[[float], str]) -> None:
     """Formats a logarithmic axis: ticks at 1, 2 and 5 of each decade if it is short, only at 1 if it is long."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if high / low < 300 else (1,), numticks=20))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: words(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value)))
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -249,8 +249,8 @@ def _scaling_table(rows: Sequence[ScalingRow]) -> str:
 
 
 def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    def line(tag: str, words: Sequence[str]) -> str:
-        return '<tr>' + ''.join(f'<{tag}>{html.escape(word)}</{tag}>' for word in words) + '</tr>'
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return '<tr>' + ''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells) + '</tr>'
 
     rows = '\n'.join([line('th', header), *(line('td', row) for row in cells)])
     return f'<div class="scroll"><table>\n{rows}\n</table></div>'

@@ -217,10 +217,10 @@ def _time(forecast: Forecast) -> list[tuple[str, str]]:
     parts = ', '.join(
         f'{name} {seconds:.3g}' for name, seconds in time._asdict().items() if seconds > 0.0005 * time.total
     )
-    share = f'; MFU {causal:.1%} (causal attention), {full:.1%} (full attention)' if causal else ''
+    mfu_text = f'; MFU {causal:.1%} (causal attention), {full:.1%} (full attention)' if causal else ''
     lines = [
         ('time', f'{time.total:.3g} s per step (estimated): {parts}'),
-        ('speed', f'{forecast.tokens_per_second:,.0f} tokens/s{share}'),
+        ('speed', f'{forecast.tokens_per_second:,.0f} tokens/s{mfu_text}'),
     ]
     if faster := faster_dtype(forecast):
         dtype, seconds = faster

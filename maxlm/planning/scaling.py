@@ -184,9 +184,9 @@ def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
     num_heads = max(1, round(shape.dim / head_dim))
     num_kv_heads = 0
     if model.num_kv_heads and model.num_kv_heads != model.num_heads:
-        wanted = num_heads * model.num_kv_heads / model.num_heads
+        exact = num_heads * model.num_kv_heads / model.num_heads
         divisors = [heads for heads in range(1, num_heads + 1) if num_heads % heads == 0]
-        num_kv_heads = min(divisors, key=lambda heads: abs(math.log(heads / wanted)))
+        num_kv_heads = min(divisors, key=lambda heads: abs(math.log(heads / exact)))
     ffn_dim, expert_ffn_dim = (
         round(width * shape.dim / model.dim / 128) * 128 for width in (model.ffn_dim, model.expert_ffn_dim)
     )
@@ -239,12 +239,12 @@ def global_batch(config: Config) -> int:
 
 def _at_batch(config: Config, batch: int, data: Data) -> Config:
     """Returns the config with another batch size and the same number of tokens."""
-    train, window = config.train, config.data.seq_len
+    train, seq_len = config.train, config.data.seq_len
     tokens = train.num_tokens
     if train.num_steps:
-        tokens = train.num_steps * global_batch(config) * window
+        tokens = train.num_steps * global_batch(config) * seq_len
     elif train.num_epochs:
-        tokens = max(1, round(train.num_epochs * data.windows)) * window
+        tokens = max(1, round(train.num_epochs * data.windows)) * seq_len
     train = dataclasses.replace(train, num_steps=0, num_tokens=tokens, num_epochs=0.0)
     return dataclasses.replace(
         config, train=dataclasses.replace(train, global_batch_size=batch, global_batch_size_tokens=0)
@@ -268,17 +268,17 @@ def _resolve(config: Config, chip: Chip, num_devices: int, data: Data) -> Config
 def _point(
     kind: str, config: Config, num_devices: int, chip: Chip, predict: Predict, data: Data, price: float | None
 ) -> SizePoint:
-    batch, window = global_batch(config), config.data.seq_len
+    batch, seq_len = global_batch(config), config.data.seq_len
     try:
         config = spread(config, chip, num_devices, data)
     except InputError as error:
         nothing = ScalingRow(
-            kind, num_devices, 0, batch, batch * window, '', 0, 0, 0, 0, 0, False, 0, None, 0, str(error)
+            kind, num_devices, 0, batch, batch * seq_len, '', 0, 0, 0, 0, 0, False, 0, None, 0, str(error)
         )
         return SizePoint(config, nothing)
     prediction = predict(config, chip, num_devices)
-    speed = batch * window / prediction.step_seconds
-    flops = training_flops(config.model, window).causal
+    speed = batch * seq_len / prediction.step_seconds
+    flops = training_flops(config.model, seq_len).causal
     hours = config.train.num_steps * prediction.step_seconds / 3600
     if price is None and has_price(chip):
         price = price_per_hour(chip).dollars
@@ -287,7 +287,7 @@ def _point(
         num_devices=num_devices,
         parameters=count_parameters(config.model),
         global_batch=batch,
-        tokens_per_step=batch * window,
+        tokens_per_step=batch * seq_len,
         mesh=' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device',
         step_seconds=prediction.step_seconds,
         tokens_per_second=speed,

@@ -126,8 +126,8 @@ def _parse_gpu(spec: str, chip: Chip, rest: str) -> Target:
             f'{chip.name}:{per_node}x{MAX_DEVICES // per_node}'
         )
     if count > per_node:
-        wanted = count * nodes
-        fewer, more = wanted // per_node, -(-wanted // per_node)
+        total = count * nodes
+        fewer, more = total // per_node, -(-total // per_node)
         closest = ' or '.join(_gpu_spec(chip, number) for number in dict.fromkeys((fewer, more)))
         raise InputError(f'target {spec!r}: a node has {per_node} GPUs; did you mean {closest}?')
     return Target(spec, chip, count * nodes, nodes, (count, nodes))

@@ -107,16 +107,16 @@ def gather_scores(scores: Scores, count: int) -> Scores:
     """
     if jax.process_count() == 1:
         return scores
-    share = -(-count // jax.process_count())
-    padded = jax.tree.map(lambda values: np.pad(values, (0, share - len(values))), scores)
+    per_process = -(-count // jax.process_count())
+    padded = jax.tree.map(lambda values: np.pad(values, (0, per_process - len(values))), scores)
     gathered = multihost_utils.process_allgather(padded, tiled=True)
     return jax.tree.map(lambda values: np.asarray(values)[:count], gathered)
 
 
 def scored_rows(count: int) -> slice:
-    """Returns the share of `count` responses that this process scores.
+    """Returns the range of `count` responses that this process scores.
 
     Each response is scored by one process, because a second execution of a slow program can have another result.
     """
-    share = -(-count // jax.process_count())
-    return slice(jax.process_index() * share, (jax.process_index() + 1) * share)
+    per_process = -(-count // jax.process_count())
+    return slice(jax.process_index() * per_process, (jax.process_index() + 1) * per_process)

@@ -241,7 +241,7 @@ class RolloutBatches(BatchSource):
         )
         shown = texts if responses.tools is None else self._texts(responses._replace(tools=None))
         samples = [
-            Sample(self._asked(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
+            Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
@@ -271,7 +271,7 @@ class RolloutBatches(BatchSource):
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
         self._samples = [
-            Sample(self._asked(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
+            Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
         ]
         return Evaluation(1 - parts['accuracy'], tokens, [], [], parts)
 
@@ -314,7 +314,7 @@ class RolloutBatches(BatchSource):
         trained = time.perf_counter()
         return trained, None if number is None else self._generate(number, step, params)
 
-    def _asked(self, prompts: Prompts, index: int) -> str:
+    def _prompt_text(self, prompts: Prompts, index: int) -> str:
         return self._tokenizer.decode(prompts.ids[index].tolist())
 
     def _texts(self, responses: Responses) -> list[str]:

@@ -47,7 +47,7 @@ def detokenize(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any
 
 
 def tokenizer_info(served: ServedModel) -> dict[str, Any]:
-    """Returns facts about the tokenizer for clients that tokenize with this server, such as lm-eval.
+    """Returns properties of the tokenizer for clients that tokenize with this server, such as lm-eval.
 
     They encode the names of special tokens with /tokenize, so these must become ids.
 

@@ -25,7 +25,7 @@ from maxlm.evaluation.samples import Sample, Samples
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
-from maxlm.planning.cost import FORWARD_SHARE
+from maxlm.planning.cost import FORWARD_FRACTION
 from maxlm.runtime.barrier import ProcessGroup, is_shared
 from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
 from maxlm.training.decisions.run_control import RunControl
@@ -187,7 +187,7 @@ class BatchSource(Protocol):
         return {}
 
     @property
-    def evaluation_share(self) -> float:
+    def evaluation_fraction(self) -> float:
         """Returns the expected time of an evaluation relative to the steps between evaluations; 0 if there are none."""
         return 0.0
 
@@ -243,9 +243,9 @@ class TextBatches(BatchSource):
             {
                 'name': source.name or source.dataset.path.name,
                 'tokens': sum(shard.tokens for shard in source.shards('train')),
-                'weight': share,
+                'weight': fraction,
             }
-            for source, share in zip(corpus.sources, corpus.data.source_shares or (1.0,), strict=True)
+            for source, fraction in zip(corpus.sources, corpus.data.source_fractions or (1.0,), strict=True)
         ]
 
     def open(self, config: Config, layout: Layout) -> None:
@@ -286,9 +286,9 @@ class TextBatches(BatchSource):
         return {'data/fim_fraction': fim_fraction(batch['tokens'], batch['segments'] > 0, self._fim_ids, end)}
 
     @property
-    def evaluation_share(self) -> float:
+    def evaluation_fraction(self) -> float:
         """See `BatchSource`."""
-        return FORWARD_SHARE * len(self._validation) / self._every if self._validation else 0.0
+        return FORWARD_FRACTION * len(self._validation) / self._every if self._validation else 0.0
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """See `BatchSource`."""

@@ -13,7 +13,7 @@ from maxlm.config.schema import Config
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import RunControl, seconds_left, spend
 from maxlm.training.decisions.run_length import (
-    MEASURED_SHARE,
+    MEASURED_FRACTION,
     MEASURED_STEPS,
     UNMEASURED_STEPS,
     Costs,
@@ -35,7 +35,7 @@ class RunBudget:
         began: float,
         throughput: Throughput,
         num_devices: int,
-        evaluation_share: float,
+        evaluation_fraction: float,
         save_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
         agree: Callable[[np.ndarray], np.ndarray] = broadcast_from_host0,
@@ -46,13 +46,13 @@ class RunBudget:
             began: clock time at the start of this process, because startup also costs money.
             throughput: durations of steps and pauses.
             num_devices: number of devices of the run.
-            evaluation_share: expected time of evaluations relative to steps, used until an evaluation is measured.
+            evaluation_fraction: expected time of evaluations relative to steps, used until an evaluation is measured.
             save_seconds: returns the seconds until the newest save was stored; 0 means unknown.
             clock: returns the time in seconds.
             agree: maps the values of this process to the values used by all processes.
         """
         self._config, self._throughput, self._num_devices = config, throughput, num_devices
-        self._evaluation_share, self._save_seconds = evaluation_share, save_seconds
+        self._evaluation_fraction, self._save_seconds = evaluation_fraction, save_seconds
         self._clock, self._agree = clock, agree
         self._counted, self._counted_steps = began, 0.0
         # Number of steps and their seconds at the start of the measurement.
@@ -120,21 +120,21 @@ class RunBudget:
         config, num_devices = self._config, self._num_devices
         decisions = decisions._replace(budget=config.train.hours or config.train.dollars)
         self._window.append((steps, seconds))
-        wanted = measured_steps(decisions, step)
-        while sum(steps for steps, _ in self._window) - self._window[0][0] >= wanted:
+        num_measured = measured_steps(decisions, step)
+        while sum(steps for steps, _ in self._window) - self._window[0][0] >= num_measured:
             self._window.popleft()
         steps, seconds = map(sum, zip(*self._window, strict=True))
-        enough = steps >= MEASURED_STEPS or seconds >= MEASURED_SHARE * budget_seconds(config, num_devices)
+        enough = steps >= MEASURED_STEPS or seconds >= MEASURED_FRACTION * budget_seconds(config, num_devices)
         if decisions.step_seconds:
             # Missing steps count with the previous duration.
-            missing = max(0.0, wanted - steps)
+            missing = max(0.0, num_measured - steps)
             mean = (seconds + missing * decisions.step_seconds) / (steps + missing)
             decisions = decisions._replace(step_seconds=mean)
         elif steps and enough:
             decisions = decisions._replace(step_seconds=seconds / steps)
         if decisions.step_seconds:
             evaluation, tasks, save, last_save = pauses
-            evaluation = evaluation or self._evaluation_share * config.eval.interval * decisions.step_seconds
+            evaluation = evaluation or self._evaluation_fraction * config.eval.interval * decisions.step_seconds
             step_seconds = (1 + config.guard.replay_fraction) * decisions.step_seconds
             costs = Costs(step_seconds, evaluation, tasks, save, last_save)
             decisions = decide_length(decisions, step=step, costs=costs, num_devices=num_devices, config=config)

@@ -54,8 +54,8 @@ class RunCheckpoints:
         best_loss: lowest training loss of the restored run; infinity for a new one.
     """
 
-    def __init__(self, checkpoints: Checkpoints, prepared: PreparedStep, source: BatchSource, context: RunContext):
-        self._checkpoints, self._source, self._recorder = checkpoints, source, context.recorder
+    def __init__(self, manager: Checkpoints, prepared: PreparedStep, source: BatchSource, context: RunContext):
+        self._manager, self._source, self._recorder = manager, source, context.recorder
         self._workdir = context.workdir
         self._config, self._layout, self._abstract = prepared.config, prepared.layout, prepared.abstract
         self._fingerprint = source.fingerprint(self._config) | reference_metadata(self._config)
@@ -63,15 +63,15 @@ class RunCheckpoints:
 
     def restore(self) -> tuple[TrainState, RunControl]:
         """Returns the state of the newest checkpoint, or the initial state, and the decisions of the run so far."""
-        reads = self._checkpoints.latest_step() is not None or self._config.train.init_from
+        reads = self._manager.latest_step() is not None or self._config.train.init_from
         with self._recorder.timeline.phase('restore') if reads else contextlib.nullcontext():
             state, history, source, data = restore_or_initialize(
                 self._config,
                 tokenizer=self._source.tokenizer_path,
                 layout=self._layout,
                 abstract=self._abstract,
-                checkpoints=self._checkpoints,
-                facts=self._fingerprint,
+                manager=self._manager,
+                fingerprint=self._fingerprint,
                 follows=(GLOBAL_BATCH,) if self._source.follows_batch_size else (),
             )
         self._source.load_state_arrays(source)
@@ -127,7 +127,7 @@ class RunCheckpoints:
         history = {'decisions': to_json(decisions), **({'best_loss': best_loss} if math.isfinite(best_loss) else {})}
         began = time.monotonic()
         with self._recorder.timeline.phase('checkpoint'):
-            started = self._checkpoints.save(
+            started = self._manager.save(
                 step,
                 state,
                 self._fingerprint,
@@ -148,7 +148,7 @@ class RunCheckpoints:
         """Removes the checkpoints after `rollback.step`, restores the newest and skips the batches of the bad steps."""
         skips = skip_steps(decisions.skips, rollback.skip_from, rollback.skip_to)
         with self._recorder.timeline.phase('restore'):
-            self._checkpoints.remove_after(rollback.step)
+            self._manager.remove_after(rollback.step)
             state, restored = self.restore()
         self._recorder.record_rollback(rollback.step)
         return state, rolled_back(decisions, restored, skips, self._config.guard)
@@ -159,17 +159,17 @@ class RunCheckpoints:
         Steps whose optimizer state was dropped are excluded, and then also step 0, because a rollback deletes all newer
         steps.
         """
-        steps = self._checkpoints.steps()
-        complete = [step for step in steps if step and not self._checkpoints.is_params_only(step)]
+        steps = self._manager.steps()
+        complete = [step for step in steps if step and not self._manager.is_params_only(step)]
         return complete if len(complete) < len({*steps} - {0}) else [0, *complete]
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint."""
-        return self._checkpoints.latest_step()
+        return self._manager.latest_step()
 
     def wait(self) -> int | None:
         """Waits for pending saves and returns the step of the newest complete checkpoint."""
-        return self._checkpoints.wait()
+        return self._manager.wait()
 
 
 def with_batch_size(decisions: RunControl, step: int, *, before: int, now: int) -> RunControl:
@@ -206,35 +206,34 @@ def restore_or_initialize(
     tokenizer: Path,
     layout: Layout,
     abstract: TrainState,
-    checkpoints: Checkpoints,
-    facts: dict[str, Any],
+    manager: Checkpoints,
+    fingerprint: dict[str, Any],
     follows: Collection[str] = (),
 ) -> tuple[TrainState, Mapping[str, Any], Mapping[str, np.ndarray], Mapping[str, Any]]:
-    """Returns the state before the next step, and the history, state arrays and facts saved with it.
+    """Returns the state before the next step, and the history, state arrays and fingerprint saved with it.
 
     Args:
         config: resolved config.
         tokenizer: `tokenizer.json` of the run's data.
         layout: layout of the state.
         abstract: the result of `abstract_state`.
-        checkpoints: checkpoints of the run's workdir. The newest complete one is restored.
-        facts: `BatchSource.fingerprint` and `reference_metadata`, which must equal those of the checkpoint.
-        follows: names of facts that may differ.
+        manager: checkpoints of the run's workdir. The newest complete one is restored.
+        fingerprint: `BatchSource.fingerprint` and `reference_metadata`, which must equal those of the checkpoint.
+        follows: keys of the fingerprint that may differ.
 
     Raises:
         InputError: the checkpoint cannot be read, or has another model, optimizer, data order or tokenizer.
     """
-    restored = checkpoints.restore_newest(abstract, loss_scale=config.train.initial_loss_scale)
+    restored = manager.restore_newest(abstract, loss_scale=config.train.initial_loss_scale)
     if restored is None:
         return (
-            initialize_state(config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints),
+            initialize_state(config, tokenizer=tokenizer, layout=layout, abstract=abstract, manager=manager),
             {},
             {},
             {},
         )
-    stored, present = (
-        {name: fact for name, fact in each.items() if name not in follows} for each in (restored.fingerprint, facts)
-    )
+    both = restored.fingerprint, fingerprint
+    stored, present = ({key: value for key, value in each.items() if key not in follows} for each in both)
     check_same_data(stored, present, allow_dataset_change=config.data.allow_dataset_change)
     logger.info(f'resuming from step {int(restored.state.step)}')
     state = restored.state
@@ -250,23 +249,23 @@ def restore_or_initialize(
 
 
 def initialize_state(
-    config: Config, *, tokenizer: Path, layout: Layout, abstract: TrainState, checkpoints: Checkpoints
+    config: Config, *, tokenizer: Path, layout: Layout, abstract: TrainState, manager: Checkpoints
 ) -> TrainState:
     """Returns the state before the first step.
 
     Args:
         config, tokenizer, layout, abstract: see `restore_or_initialize`.
-        checkpoints: checkpoints of the run's workdir. If step 0 contains only parameters, as written by an import, the
+        manager: checkpoints of the run's workdir. If step 0 contains only parameters, as written by an import, the
             run starts with them.
 
     Raises:
         InputError: the initial checkpoint cannot be read, or has another model or tokenizer.
     """
-    imported = checkpoints.is_params_only(0)
+    imported = manager.is_params_only(0)
     state = _random_state(config, layout)
     if not (imported or config.train.init_from):
         return state if config.teacher is None else state._replace(reference=read_teacher(config, abstract))
-    step = checkpoints.directory / '0' if imported else _origin_of(config)
+    step = manager.directory / '0' if imported else _origin_of(config)
     if imported:
         _check_same_tokenizer(step, tokenizer)
     origin = open_initial(step, config, abstract.params, tokenizer=tokenizer)

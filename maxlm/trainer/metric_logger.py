@@ -49,7 +49,7 @@ class _Interval:
         self.skipped += bool(values['skipped'])
 
 
-class Reporter:
+class MetricLogger:
     """Reads the metrics of a step one step late, and writes them to the log, the progress bar and the files.
 
     Reading step n waits for it. By then step n + 1 is in the device's queue, so the device never waits for Python.

@@ -18,7 +18,7 @@ from maxlm.model.parameters import model_parameters
 from maxlm.parallel.layout import Layout, make_layout
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.forecast import Forecast, compile_for, estimate
-from maxlm.planning.machine import present_machine, sample_config
+from maxlm.planning.machine import present_machine, sized_config
 from maxlm.planning.report import suggestions_text
 from maxlm.planning.search import Candidate, choose_micro_batch, search_layouts, verify_by_compiling
 from maxlm.runtime.compilation_cache import CompilationCache
@@ -61,12 +61,12 @@ def check_size(config: Config, resolve: Resolve) -> None:
     Raises:
         InputError: the step needs more than `SURELY_TOO_LARGE` times the memory of a device.
     """
-    sample = sample_config(config, resolve)
-    machine = present_machine(sample, measured=False)
-    forecast = estimate(sample, machine)
+    sized = sized_config(config, resolve)
+    machine = present_machine(sized, measured=False)
+    forecast = estimate(sized, machine)
     if forecast.needed > SURELY_TOO_LARGE * forecast.available:
         # The search is slow for many layers. It is skipped if the parameters exceed device and host memory.
-        parameters = model_parameters(sample.model) * 4 // machine.target.num_devices
+        parameters = model_parameters(sized.model) * 4 // machine.target.num_devices
         hopeless = parameters > machine.available + host_memory() // jax.local_device_count()
         candidates = [] if hopeless else search_layouts(config, machine, resolve)
         # Estimates of time are not available here, so the layout with the fewest changes is the best.
@@ -127,7 +127,7 @@ def compile_step(
     Raises:
         InputError: the step does not fit; the message contains the missing memory and a config that fits, if any.
     """
-    machine = present_machine(sample_config(config, resolve), cache=cache)
+    machine = present_machine(sized_config(config, resolve), cache=cache)
 
     def compiled(resolved: Config) -> Forecast:
         now = with_rates(resolved, decisions)

@@ -25,7 +25,7 @@ from maxlm.errors import DeviceError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.telemetry.run_recorder import RunRecorder
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.batch import HOLD, Batch
 from maxlm.training.decisions.replay import Cause, Rounding, StepResult, find_cause, is_replayed
@@ -67,7 +67,7 @@ class Replays:
         config: Config,
         layout: Layout,
         *,
-        reporter: Reporter,
+        metric_logger: MetricLogger,
         recorder: RunRecorder,
         throughput: Throughput,
         saved_steps: Callable[[], list[int]],
@@ -76,13 +76,13 @@ class Replays:
         Args:
             config: resolved config.
             layout: layout of the run's devices.
-            reporter: reads the metrics of steps, and counts bad steps.
+            metric_logger: reads the metrics of steps, and counts bad steps.
             recorder: records events and the time of replays.
             throughput: excludes the time of replays from that of steps.
             saved_steps: returns the steps of the checkpoints.
         """
         self._config, self._layout = config, layout
-        self._reporter, self._recorder, self._throughput = reporter, recorder, throughput
+        self._metric_logger, self._recorder, self._throughput = metric_logger, recorder, throughput
         self._saved_steps = saved_steps
         self._go = jax.device_put(np.bool_(False), layout.named())
         # Some kernels of GPUs add in a varying order.
@@ -131,14 +131,14 @@ class Replays:
         if is_replayed(step, fraction=guard.replay_fraction, seed=seed):
             return self._execute_twice(step, program, self.settle(state), make_batch)
         hold = self._go
-        if self._reporter.running is None:
+        if self._metric_logger.running is None:
             state = self._replay_if_bad(state)
-        elif self._last and not self._reporter.bad_steps.in_a_row:
+        elif self._last and not self._metric_logger.bad_steps.in_a_row:
             # Only the first of consecutive bad steps is replayed, because a replay takes the time of two steps, and a
             # diverging run has many bad steps.
             hold = self._last.metrics['bad']
         execution, state = self._execute(step, program, state, make_batch, hold)
-        self._reporter.flush()
+        self._metric_logger.flush()
         if self._is_suspicious():
             state = self._replay_if_bad(state)
             execution, state = self._execute(step, program, state, make_batch, self._go)
@@ -151,7 +151,7 @@ class Replays:
         Raises:
             DeviceError: as `step`.
         """
-        self._reporter.flush()
+        self._metric_logger.flush()
         return self._replay_if_bad(state)
 
     def _execute(
@@ -186,7 +186,7 @@ class Replays:
 
     def _is_suspicious(self) -> bool:
         """Returns True if the last step is the first bad one, and not replayed yet."""
-        bad = self._reporter.bad_steps
+        bad = self._metric_logger.bad_steps
         return self._last is not None and bad.in_a_row == 1 and bad.last == self._last.step
 
     def _replay_if_bad(self, state: TrainState) -> TrainState:
@@ -201,10 +201,10 @@ class Replays:
         with self._paused():
             skipped = int(jax.device_get(state.skipped))
             counters = jax.device_put((np.int32(first.step - 1), np.int32(skipped - 1)), self._layout.named())
-            window = state.window
-            if window is not None:
-                window = window._replace(filled=first.metrics['window_steps'])
-            before = state._replace(step=counters[0], skipped=counters[1], window=window)
+            spike_window = state.spike_window
+            if spike_window is not None:
+                spike_window = spike_window._replace(filled=first.metrics['window_steps'])
+            before = state._replace(step=counters[0], skipped=counters[1], spike_window=spike_window)
             again, state = self._execute(first.step, first.program, before, first.make_batch, self._go)
             self._compare(first, again)
         return state

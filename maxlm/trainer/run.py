@@ -19,7 +19,7 @@ from maxlm.log import logger
 from maxlm.model.attention.cudnn import lists_documents
 from maxlm.parallel.determinism import exclude_switch_sums
 from maxlm.parallel.layout import make_layout
-from maxlm.planning.machine import local_resolver, sample_config
+from maxlm.planning.machine import local_resolver, sized_config
 from maxlm.reporting.page import write_at_end
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
@@ -90,37 +90,37 @@ def run(
         source, vocab_size = open_source(config, stack)
         resolver = local_resolver(vocab_size=vocab_size, windows=source.windows_per_epoch)
         check_size(config, resolver)
-        sample = sample_config(config, resolver)
-        check_exportable(sample)
-        check_checkpoint_size(sample)
-        warn_of_known_faults(has_document_lists=lists_documents(sample, capability_of(jax.local_devices()[0])))
-        layout = make_layout(sample.mesh)
-        if sample.train.check_kernels:
-            check_kernels(partial(training_answers, sample), training_settings(sample), layout.mesh, cache=cache)
+        sized = sized_config(config, resolver)
+        check_exportable(sized)
+        check_checkpoint_size(sized)
+        warn_of_known_faults(has_document_lists=lists_documents(sized, capability_of(jax.local_devices()[0])))
+        layout = make_layout(sized.mesh)
+        if sized.train.check_kernels:
+            check_kernels(partial(training_answers, sized), training_settings(sized), layout.mesh, cache=cache)
         # Optimizers and patterns of parameters are checked before files are written.
-        abstract = abstract_state(sample, layout)
+        abstract = abstract_state(sized, layout)
         opened = open_run(
-            workdir, sample, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
+            workdir, sized, heartbeats, timeline, resume=resume, at_end=write_at_end, callbacks=tuple(callbacks)
         )
         try:
             context = stack.enter_context(opened)
         except TransientStorageError as error:
             raise WorkdirUnavailableError(str(error)) from error
-        check_init_from(sample, abstract.params, context.checkpoints, tokenizer=source.tokenizer_path)
-        check_teacher(sample, abstract, tokenizer=source.tokenizer_path)
+        check_init_from(sized, abstract.params, context.checkpoint_workdir, tokenizer=source.tokenizer_path)
+        check_teacher(sized, abstract, tokenizer=source.tokenizer_path)
         final_export = None
-        if sample.export.at_end and jax.process_index() == 0:
+        if sized.export.at_end and jax.process_index() == 0:
             final_export = FinalExport(
-                sample,
+                sized,
                 workdir,
                 workdir=context.workdir,
-                checkpoints=context.checkpoints,
+                checkpoint_workdir=context.checkpoint_workdir,
                 record_event=context.recorder.record_event,
             )
-        first_step, decisions, data = newest_progress(context.checkpoints)
+        first_step, decisions, data = newest_progress(context.checkpoint_workdir)
         config = source.continued(config, data)
         if source.follows_batch_size and data:
-            now = sample.train.global_batch_size
+            now = sized.train.global_batch_size
             decisions = with_batch_size(decisions, first_step, before=data.get(GLOBAL_BATCH, now), now=now)
             # The rest of a length in tokens or epochs.
             resolver = partial(resolver, trained=trained_before(decisions.batch_sizes))
@@ -135,7 +135,7 @@ def run(
         )
         try:
             code = _train(prepared, source, context, heartbeats)
-            if code == EXIT_DONE and sample.export.at_end:
+            if code == EXIT_DONE and sized.export.at_end:
                 with timeline.phase('checkpoint'):
                     if final_export:
                         final_export.export()

@@ -58,14 +58,14 @@ class RunContext(NamedTuple):
 
     Attributes:
         workdir: local directory of config, metrics and log.
-        checkpoints: workdir of the checkpoints, either `workdir` or a path in a bucket.
+        checkpoint_workdir: workdir of the checkpoints, either `workdir` or a path in a bucket.
         alerts: sends alerts.
         recorder: writes events and the goodput log.
         callbacks: functions of the user; see `Callback`.
     """
 
     workdir: Path
-    checkpoints: Any
+    checkpoint_workdir: Any
     alerts: Alerts
     recorder: RunRecorder
     callbacks: tuple[Callback, ...] = ()
@@ -117,7 +117,7 @@ class RunContext(NamedTuple):
 
 @contextlib.contextmanager
 def open_run(
-    given: str,
+    location: str,
     config: Config,
     heartbeats: Heartbeats,
     timeline: Timeline,
@@ -129,7 +129,7 @@ def open_run(
     """Opens the workdir of a run as a context manager. All processes must call it.
 
     Args:
-        given: value of `--workdir`, a directory or a URL.
+        location: value of `--workdir`, a directory or a URL.
         config: resolved config.
         heartbeats: heartbeats of the run's processes.
         timeline: timeline of this process.
@@ -157,32 +157,33 @@ def open_run(
         heartbeats.on_exit = lambda code, reason: None
         heartbeats.exit_all(EXIT_FAILED, reason)
 
-    if resume and process == 0 and not (is_url(given) or config.checkpoint.remote_dir or saved_steps(Path(given))):
+    remote = location if is_url(location) else config.checkpoint.remote_dir
+    if resume and process == 0 and not (remote or saved_steps(Path(location))):
         # Check this before the workdir is created, so that an invalid start leaves no files.
         check_resume(resume, config)
     with contextlib.ExitStack() as stack:
         storage = open_run_storage(
-            given,
+            location,
             mirror=config.checkpoint.remote_dir,
             cache=config.data.cache_dir,
             process=process,
             warn=warn,
-            surplus=partial(_surplus, given if is_url(given) else config.checkpoint.remote_dir, config.checkpoint),
+            surplus=partial(_surplus, remote, config.checkpoint),
         )
         alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, on_alert=record)
         if process == 0:
             open_workdir(storage.workdir)
-        if given.startswith(f'{MIRRORED}://'):
-            _check_shared(given, storage.workdir)
+        if location.startswith(f'{MIRRORED}://'):
+            _check_shared(location, storage.workdir)
         if process == 0:
             stack.enter_context(WorkdirLock(storage.workdir, on_lost=lost))
         stack.enter_context(Console(storage.workdir, process=process))
-        checkpoints = storage.checkpoint_directory.parent
+        checkpoint_workdir = storage.checkpoint_directory.parent
         if process == 0:
             with timeline.phase('restore'):
                 storage.fetch()
                 if resume:
-                    _resume(resume, checkpoints, storage.workdir, config)
+                    _resume(resume, checkpoint_workdir, storage.workdir, config)
             check_same_model(storage.workdir, config)
         heartbeats.barrier('workdir')
         recorder = _open_recorder(storage.workdir, config, timeline)
@@ -193,17 +194,17 @@ def open_run(
         stack.enter_context(alerts)
         storage.start()
         stack.callback(_close, storage, timeline)
-        yield RunContext(storage.workdir, checkpoints, alerts, recorder, callbacks)
+        yield RunContext(storage.workdir, checkpoint_workdir, alerts, recorder, callbacks)
 
 
-def _check_shared(given: str, workdir: Path) -> None:
+def _check_shared(location: str, workdir: Path) -> None:
     """Raises InputError unless all processes share the upload directory, into which they write one checkpoint."""
     together = ProcessGroup()
     # The directory must exist before other processes check it.
     together.barrier()
     if not is_shared(workdir):
         raise InputError(
-            f'--workdir={given}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
+            f'--workdir={location}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
             'directory that all machines share, or give --workdir=gs://…'
         )
 
@@ -305,11 +306,11 @@ def check_resume(name: str, config: Config) -> None:
         )
 
 
-def _resume(name: str, checkpoints: Any, workdir: Path, config: Config) -> None:
-    if saved_steps(checkpoints):
+def _resume(name: str, checkpoint_workdir: Any, workdir: Path, config: Config) -> None:
+    if saved_steps(checkpoint_workdir):
         logger.info(f'--resume={name} is ignored: the workdir already has checkpoints, and the run resumes from them')
         return
-    if is_url(str(checkpoints)):
+    if is_url(str(checkpoint_workdir)):
         raise InputError(
             f'--resume={name} requires a local --workdir; give a directory as --workdir and '
             'the bucket as checkpoint.remote_dir'

@@ -26,12 +26,12 @@ from maxlm.telemetry.alerts import PerformanceAlerts
 from maxlm.telemetry.trackers import Trackers
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.budget import RunBudget
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.replay import Replays
 from maxlm.trainer.run_context import RunContext
 from maxlm.trainer.step_runner import DataWait, StepRunner
-from maxlm.trainer.summary import headline, log_start, start_facts, warn_of_changes
+from maxlm.trainer.summary import describe_start, headline, log_start, warn_of_changes
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import RunControl, apply_control
 from maxlm.training.flops import step_flops
@@ -44,14 +44,14 @@ class Services(NamedTuple):
     Attributes:
         watchdog: stops the process if a step hangs.
         stop_request: stop request by SIGTERM or a maintenance event.
-        checkpoints: checkpoints of the workdir.
+        checkpoint_manager: saves and restores the checkpoints of the workdir.
         data_wait: measures how long steps wait for data.
         peak: peak FLOP/s for MFU.
     """
 
     watchdog: Watchdog
     stop_request: StopRequest
-    checkpoints: Checkpoints
+    checkpoint_manager: Checkpoints
     data_wait: DataWait
     peak: Peak
 
@@ -62,7 +62,7 @@ class LoopComponents(NamedTuple):
     tasks: Tasks | None
     trackers: Trackers
     throughput: Throughput
-    reporter: Reporter
+    metric_logger: MetricLogger
     runner: StepRunner
     budget: RunBudget
 
@@ -77,10 +77,10 @@ def open_services(
     """Records the start of the run, and opens its services in `stack`."""
     config, recorder = prepared.config, context.recorder
     peak = find_peak(config.metrics.peak_tflops, config.model.dtype)
-    facts = start_facts(prepared, source, peak, recorder.price, gather_identities())
+    start_fields = describe_start(prepared, source, peak, recorder.price, gather_identities())
     if jax.process_index() == 0:
-        warn_of_changes(context.workdir, facts, deterministic=config.train.deterministic)
-    recorder.record_event('started', headline(config), **facts)
+        warn_of_changes(context.workdir, start_fields, deterministic=config.train.deterministic)
+    recorder.record_event('started', headline(config), **start_fields)
     if compiled := prepared.forecast.compiled:
         recorder.record_event('compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds)
     workdir = context.workdir if jax.process_index() == 0 else None
@@ -94,9 +94,9 @@ def open_services(
         )
     )
     # Closing the stack completes pending saves, also after an error.
-    checkpoints = stack.enter_context(
+    checkpoint_manager = stack.enter_context(
         Checkpoints(
-            context.checkpoints,
+            context.checkpoint_workdir,
             max_to_keep=config.checkpoint.max_to_keep,
             keep_best=config.checkpoint.keep_best,
             keep_period=config.checkpoint.keep_period,
@@ -106,7 +106,7 @@ def open_services(
         )
     )
     data_wait = stack.enter_context(DataWait(recorder.timeline))
-    return Services(watchdog, stop_request, checkpoints, data_wait, peak)
+    return Services(watchdog, stop_request, checkpoint_manager, data_wait, peak)
 
 
 def gather_identities() -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ def make_loop_components(
     bar = stack.enter_context(
         progress_bar('train', total=config.train.num_steps, initial=start, unit='step', show=show_bar, lines=False)
     )
-    reporter = Reporter(
+    metric_logger = MetricLogger(
         config,
         throughput=throughput,
         bar=bar,
@@ -180,7 +180,7 @@ def make_loop_components(
         on_log_line=(lambda metrics: None) if jax.process_index() else alerts.on_log_line,
     )
     if config.train.num_steps != UNDECIDED_STEPS:
-        reporter.log_sources(config.train.num_steps)
+        metric_logger.log_sources(config.train.num_steps)
     runner = StepRunner(
         prepared,
         source,
@@ -188,15 +188,15 @@ def make_loop_components(
         recorder=recorder,
         watchdog=services.watchdog,
         profile=trackers.profile,
-        reporter=reporter,
+        metric_logger=metric_logger,
         throughput=throughput,
         replays=Replays(
             config,
             prepared.layout,
-            reporter=reporter,
+            metric_logger=metric_logger,
             recorder=recorder,
             throughput=throughput,
-            saved_steps=services.checkpoints.steps,
+            saved_steps=services.checkpoint_manager.steps,
         ),
     )
     # Attempts that were killed after their last save also cost time.
@@ -206,8 +206,8 @@ def make_loop_components(
         began=recorder.timeline.origin - unrecorded,
         throughput=throughput,
         num_devices=jax.device_count(),
-        evaluation_share=source.evaluation_share,
-        save_seconds=lambda: services.checkpoints.save_seconds,
+        evaluation_fraction=source.evaluation_fraction,
+        save_seconds=lambda: services.checkpoint_manager.save_seconds,
     )
 
-    return LoopComponents(tasks, trackers, throughput, reporter, runner, budget)
+    return LoopComponents(tasks, trackers, throughput, metric_logger, runner, budget)

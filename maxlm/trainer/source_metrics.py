@@ -1,4 +1,4 @@
-"""Metrics and log lines per data source: shares, epochs and losses."""
+"""Metrics and log lines per data source: fractions, epochs and losses."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class SourceStats(SourceMetrics):
         if not self._weighted:
             return
         served = self._mixture.rows_taken(num_windows)
-        shares = zip(*(mixture.shares for mixture in self._mixture.mixtures), strict=True)
-        for name, stages, rows, windows in zip(self._all, shares, served, self._windows, strict=True):
-            requested = ' then '.join(f'{share:.2%}' for share in stages)
+        fractions = zip(*(mixture.shares for mixture in self._mixture.mixtures), strict=True)
+        for name, stages, rows, windows in zip(self._all, fractions, served, self._windows, strict=True):
+            requested = ' then '.join(f'{fraction:.2%}' for fraction in stages)
             text = f'source {name}: share {requested} requested, {rows / num_windows:.2%} actual; '
             if windows is None:
                 logger.info(f'{text}it is still being prepared')

@@ -21,7 +21,7 @@ from maxlm.telemetry.profiler import Profile
 from maxlm.telemetry.run_recorder import RunRecorder
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.replay import Replays
 from maxlm.trainer.throughput import Throughput
@@ -52,7 +52,7 @@ class DataWait:
         # The array that became ready last, and the time.
         self._ready: tuple[Running | None, float] = None, 0.0
         self._too_late = False
-        self._asked: float | None = None
+        self._requested: float | None = None
         # Seconds between batches that were in time.
         self._steps: deque[float] = deque(maxlen=8)
         self._thread = threading.Thread(target=self._watch, daemon=True, name='data-wait')
@@ -75,32 +75,32 @@ class DataWait:
             batches: iterator over the batches. Its exceptions are propagated.
             running: a result of the last dispatched step; None if no step is running.
         """
-        asked = self._timeline.now()
-        if self._asked is not None and not self._too_late:
-            self._steps.append(asked - self._asked)
-        self._asked = asked
+        requested = self._timeline.now()
+        if self._requested is not None and not self._too_late:
+            self._steps.append(requested - self._requested)
+        self._requested = requested
         busy = running is not None and not running.is_ready()
         watched = busy and self._too_late
         if watched:
             self._queue.put(running)
         with self._timeline.phase('data_wait'):
             batch = next(batches)
-        came = self._timeline.now()
-        idle_since = asked
+        arrived = self._timeline.now()
+        idle_since = requested
         if running is not None and busy:
-            idle_since = self._idle_since(running, asked, came, watched=watched)
-            self._timeline.move(idle_since - asked, 'data_wait', 'step')
-        self._too_late = came - idle_since > _LATE_SECONDS
-        return batch, came - asked
+            idle_since = self._idle_since(running, requested, arrived, watched=watched)
+            self._timeline.move(idle_since - requested, 'data_wait', 'step')
+        self._too_late = arrived - idle_since > _LATE_SECONDS
+        return batch, arrived - requested
 
-    def _idle_since(self, running: Running, asked: float, came: float, *, watched: bool) -> float:
-        """Returns the time at which a busy device became idle, at most `came`."""
+    def _idle_since(self, running: Running, requested: float, arrived: float, *, watched: bool) -> float:
+        """Returns the time at which a busy device became idle, at most `arrived`."""
         if watched:
             array, ready = self._ready
-            return min(ready, came) if array is running else came
+            return min(ready, arrived) if array is running else arrived
         if not running.is_ready():
-            return came
-        return min(asked + min(self._steps, default=0.0), came)
+            return arrived
+        return min(requested + min(self._steps, default=0.0), arrived)
 
     def _watch(self) -> None:
         while (array := self._queue.get()) is not None:
@@ -122,14 +122,15 @@ class StepRunner:
         recorder: RunRecorder,
         watchdog: Watchdog,
         profile: Profile,
-        reporter: Reporter,
+        metric_logger: MetricLogger,
         throughput: Throughput,
         replays: Replays,
     ):
         self._config, self._layout, self._abstract, forecast = ready
         self._program: tuple[Config, CompiledStep | None] = forecast.config, forecast.compiled
         self._source, self._data_wait, self._recorder, self._timeline = source, data_wait, recorder, recorder.timeline
-        self._watchdog, self._profile, self._reporter, self._throughput = watchdog, profile, reporter, throughput
+        self._watchdog, self._profile, self._throughput = watchdog, profile, throughput
+        self._metric_logger = metric_logger
         self._replays = replays
 
     def step(
@@ -151,14 +152,14 @@ class StepRunner:
             self._prepare(step, state)
         # With shorter sequences a batch has more rows.
         rows = self._program[0].train.global_batch_size
-        batch, data_wait = self._data_wait.next_batch(batches, self._reporter.running)
+        batch, data_wait = self._data_wait.next_batch(batches, self._metric_logger.running)
         # Dispatch may also wait for other processes.
         with self._watchdog.phase() if connects else self._watchdog.waiting():
             state, metrics = self._replays.step(step, compiled, state, partial(self._layout.put_batch, batch, rows))
             if connects:
                 jax.block_until_ready(metrics)
         with self._watchdog.waiting():
-            self._reporter.submit(step, metrics, data_wait, lambda: self._batch_metrics(batch))
+            self._metric_logger.submit(step, metrics, data_wait, lambda: self._batch_metrics(batch))
         if self._profile.should_stop(step):
             self._while_idle(state, partial(self._profile.stop, step))
         self._watchdog.step_done()
@@ -175,7 +176,7 @@ class StepRunner:
     def _while_idle(self, state: TrainState, act: Callable[[], None]) -> None:
         """Calls `act` while the devices are idle between two steps, without counting its time as time of a step."""
         with self._watchdog.waiting():
-            self._reporter.flush()
+            self._metric_logger.flush()
             jax.block_until_ready(state)
         with self._throughput.paused('profile'), self._timeline.phase('other'), self._watchdog.phase():
             act()
@@ -184,7 +185,7 @@ class StepRunner:
         """Lets the source generate batches from the state."""
         if not self._config.grpo.async_rollouts:
             with self._watchdog.waiting():
-                self._reporter.flush()
+                self._metric_logger.flush()
         with (
             self._throughput.paused('rollout') as exclude,
             self._timeline.phase('rollout'),
@@ -193,29 +194,29 @@ class StepRunner:
             written = self._source.prepare(step, state)
             exclude(written.overlap)
         self._timeline.move(written.overlap, 'rollout', 'step')
-        self._reporter.flush()
-        self._reporter.wrote(step, written.metrics, written.text)
-        self._reporter.sampled(step, written.samples)
+        self._metric_logger.flush()
+        self._metric_logger.wrote(step, written.metrics, written.text)
+        self._metric_logger.sampled(step, written.samples)
 
     def _compiled_for(self, step: int, decisions: RunControl) -> jax.stages.Compiled:
         """Returns the compiled step, which is recompiled after a change of the sequence length or learning rates."""
         now = with_rates(self._config, decisions)
-        wanted = now.at_context(now.context_at(step - 1))
+        latest = now.at_context(now.context_at(step - 1))
         before, compiled = self._program
-        if compiled is None or wanted != before:
+        if compiled is None or latest != before:
             # The last dispatched step still belongs to the old program.
             with self._watchdog.waiting():
-                self._reporter.flush()
+                self._metric_logger.flush()
             with self._throughput.paused('compile'), self._timeline.phase('compile'), self._watchdog.phase():
-                compiled = compile_train_step(wanted, self._layout, self._abstract, len(self._source.names), holds=True)
+                compiled = compile_train_step(latest, self._layout, self._abstract, len(self._source.names), holds=True)
             self._recorder.record_event(
                 'compiled', f'the training step in {compiled.seconds:.1f} s', seconds=compiled.seconds
             )
-            self._throughput.change_flops(step_flops(now, wanted.data.seq_len))
-            self._reporter.change_config(apply_control(self._config, decisions))
-            if wanted.data.seq_len != before.data.seq_len:
-                text = f'the sequence length is now {wanted.data.seq_len} tokens'
+            self._throughput.change_flops(step_flops(now, latest.data.seq_len))
+            self._metric_logger.change_config(apply_control(self._config, decisions))
+            if latest.data.seq_len != before.data.seq_len:
+                text = f'the sequence length is now {latest.data.seq_len} tokens'
                 logger.info(f'step {step:>7}  {text}')
-                self._recorder.record_event('context', text, window=wanted.data.seq_len)
-            self._program = wanted, compiled
+                self._recorder.record_event('context', text, window=latest.data.seq_len)
+            self._program = latest, compiled
         return compiled.step

@@ -1,4 +1,4 @@
-"""Log lines and facts about a run, before its first step and after its last."""
+"""Log lines and event fields of a run, before its first step and after its last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxlm.telemetry.cost import HOUR
 from maxlm.telemetry.environment import checkout, command, devices, result_changes, versions
 from maxlm.telemetry.events import read_events
 from maxlm.trainer.batch_source import BatchSource
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.throughput import Throughput
 
@@ -37,10 +37,10 @@ def headline(config: Config) -> str:
     return f'{parameters_text(config.model)} on {jax.device_count()} × {kind} ({_mesh(config)})'
 
 
-def start_facts(
+def describe_start(
     ready: PreparedStep, source: BatchSource, peak: Peak, price: Price | None, identities: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns the facts known before the first step as JSON values, the fields of the event `started`."""
+    """Returns the fields of the event `started` as JSON values, which are known before the first step."""
     config, forecast = ready.config, ready.forecast
     target, train = forecast.target, config.train
     planned = math.isfinite(forecast.time.total)
@@ -83,12 +83,12 @@ def _functions(config: Config) -> dict[str, str]:
     return {name: module_checksum(name) for name in names if is_function_name(name)}
 
 
-def warn_of_changes(workdir: Path, facts: Mapping[str, Any], *, deterministic: bool) -> None:
+def warn_of_changes(workdir: Path, start_fields: Mapping[str, Any], *, deterministic: bool) -> None:
     """Logs a warning if functions of the user have changed, or if others computed a deterministic run until now.
 
     Args:
         workdir: directory of the run. An unreadable event log is ignored.
-        facts: result of `start_facts`.
+        start_fields: result of `describe_start`.
         deterministic: `train.deterministic`: also compare versions and devices.
     """
     try:
@@ -98,10 +98,10 @@ def warn_of_changes(workdir: Path, facts: Mapping[str, Any], *, deterministic: b
     if not starts:
         return
     before = starts[-1].get('functions')
-    for name, checksum in facts['functions'].items():
+    for name, checksum in start_fields['functions'].items():
         if isinstance(before, dict) and before.get(name, checksum) != checksum:
             logger.warning(f'{name}: the file of its module has changed since the last start')
-    if deterministic and (changes := result_changes(starts[-1], facts)):
+    if deterministic and (changes := result_changes(starts[-1], start_fields)):
         logger.warning(
             f'train.deterministic: {", ".join(changes)} since the last start, so the next losses are not bit for bit '
             'those of a run without interruption; start with the earlier versions and devices if they must be'
@@ -140,7 +140,7 @@ def log_end(
     why: str,
     *,
     source: BatchSource,
-    reporter: Reporter,
+    metric_logger: MetricLogger,
     throughput: Throughput,
     spent: dict[str, float],
     seconds: float,
@@ -150,7 +150,7 @@ def log_end(
     Args:
         step: number of the last step.
         why: reason why the run is finished.
-        source, reporter, throughput: components of the run.
+        source, metric_logger, throughput: components of the run.
         spent: result of `RunRecorder.metrics`.
         seconds: duration of this process.
     """
@@ -169,9 +169,9 @@ def log_end(
         f'all attempts of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; goodput '
         f'{spent["goodput/fraction"]:.1%} of the time since the first start'
     )
-    validation = reporter.validation_loss
+    validation = metric_logger.validation_loss
     validation_text = '' if validation is None else f'; validation loss {validation:.3f}'
-    logger.info(f'training loss {reporter.last_loss:.3f}{validation_text}{source.at_end()}')
+    logger.info(f'training loss {metric_logger.last_loss:.3f}{validation_text}{source.at_end()}')
 
 
 def _mesh(config: Config) -> str:

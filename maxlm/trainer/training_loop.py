@@ -75,7 +75,7 @@ class TrainingLoop:
         self._recorder, self._timeline = context.recorder, context.recorder.timeline
         self._services = open_services(stack, prepared, source, context, heartbeats)
         self._watchdog, self._stop_request = self._services.watchdog, self._services.stop_request
-        self._checkpoints = RunCheckpoints(self._services.checkpoints, prepared, source, context)
+        self._checkpoints = RunCheckpoints(self._services.checkpoint_manager, prepared, source, context)
 
     def restore(self) -> tuple[TrainState, RunControl]:
         """Returns the state of the newest checkpoint, or the initial state, and the decisions of the run so far."""
@@ -90,11 +90,11 @@ class TrainingLoop:
         components = make_loop_components(
             self._stack, self._prepared, self._source, self._context, self._services, start=start, decisions=decisions
         )
-        self._tasks, self._trackers, self._throughput, self._reporter, self._runner, self._budget = components
+        self._tasks, self._trackers, self._throughput, self._metric_logger, self._runner, self._budget = components
 
     def run_segment(self, state: TrainState, decisions: RunControl) -> Segment:
         """Trains until the run is complete, a stop is requested, or too many consecutive steps are bad."""
-        config, reporter, watchdog = self._config, self._reporter, self._watchdog
+        config, metric_logger, watchdog = self._config, self._metric_logger, self._watchdog
         start = int(state.step)
         state_callbacks = [each for each in self._context.callbacks if isinstance(each, StateCallback)]
         state = self._set_length(state, decisions)
@@ -120,7 +120,7 @@ class TrainingLoop:
                     # this one, so none of them can save.
                     if jax.process_count() == 1 and step > start + 1 and self._source.can_checkpoint_after(step - 1):
                         state = self._runner.settle(state)
-                        self._checkpoints.save(step - 1, state, decisions, best_loss=reporter.best_loss)
+                        self._checkpoints.save(step - 1, state, decisions, best_loss=metric_logger.best_loss)
                     if isinstance(error, InputError):
                         raise
                     if step == 1:
@@ -171,14 +171,14 @@ class TrainingLoop:
                         reason = 'the loss or the parameters after the last step are not finite'
                         return Segment(step, decisions, Stop(reason), '')
                     # After bad steps the state is unchanged, and a checkpoint of it would replace a better one.
-                    is_good = reporter.is_finite and not reporter.bad_steps.in_a_row
+                    is_good = metric_logger.is_finite and not metric_logger.bad_steps.in_a_row
                     if end_reason or stopping or (should_save and is_good):
                         with self._throughput.paused('save'):
                             self._checkpoints.save(
                                 step,
                                 state,
                                 decisions,
-                                best_loss=reporter.best_loss,
+                                best_loss=metric_logger.best_loss,
                                 validation_loss=loss,
                                 required=bool(end_reason or stopping),
                             )
@@ -225,7 +225,7 @@ class TrainingLoop:
             segment.step,
             segment.end_reason,
             source=self._source,
-            reporter=self._reporter,
+            metric_logger=self._metric_logger,
             throughput=self._throughput,
             spent=self._recorder.metrics(segment.step, num_steps),
             seconds=time.monotonic() - self._timeline.origin,
@@ -244,9 +244,9 @@ class TrainingLoop:
         """Starts the clocks and the metrics file of a segment after step `start`."""
         writer, best_loss = self._context.open_metrics(start, self._trackers.trackers, self._call_back)
         best_loss = min(best_loss, self._checkpoints.best_loss)
-        self._reporter.begin(start, writer=writer, skipped=skipped, best_loss=best_loss)
+        self._metric_logger.begin(start, writer=writer, skipped=skipped, best_loss=best_loss)
         self._budget.begin(start)
-        self._recorder.begin(start, lambda: (self._reporter.step, self._checkpoints.latest_step()))
+        self._recorder.begin(start, lambda: (self._metric_logger.step, self._checkpoints.latest_step()))
         self._throughput.start()
         self._watchdog.start()
 
@@ -258,7 +258,7 @@ class TrainingLoop:
     def _call_with_state(
         self, callbacks: Sequence[StateCallback], step: int, state: TrainState, loss: float | None
     ) -> None:
-        metrics = self._reporter.step_metrics | ({} if loss is None else {'eval/loss': loss})
+        metrics = self._metric_logger.step_metrics | ({} if loss is None else {'eval/loss': loss})
         with self._throughput.paused('callback'), self._timeline.phase('other'):
             for callback in callbacks:
                 if call_back(callback.function, step, dict(metrics), state):
@@ -268,8 +268,8 @@ class TrainingLoop:
         """Evaluates and samples the model; returns the validation loss."""
         with self._throughput.paused('eval'), self._timeline.phase('evaluation'):
             result = self._source.evaluate(state)
-            text = self._reporter.evaluated(step, result)
-            self._reporter.sampled(step, self._source.sample(evaluated_params(state)))
+            text = self._metric_logger.evaluated(step, result)
+            self._metric_logger.sampled(step, self._source.sample(evaluated_params(state)))
         self._recorder.record_event('evaluated', text, step=step, loss=result.loss)
         return result.loss
 
@@ -278,20 +278,20 @@ class TrainingLoop:
         assert self._tasks, 'setup() opens them if eval.tasks_interval is set'
         with self._throughput.paused('eval', name='tasks'), self._timeline.phase('evaluation'):
             scores = self._tasks(evaluated_params(state))
-            self._reporter.wrote(step, scores, task_text(scores))
+            self._metric_logger.wrote(step, scores, task_text(scores))
 
     def _set_length(self, state: TrainState, decisions: RunControl) -> TrainState:
         """Returns the state with the schedule progress of the decided length if a budget gives the run length."""
         if not self._config.by_budget:
             return state
-        self._reporter.change_config(apply_control(self._config, decisions))
+        self._metric_logger.change_config(apply_control(self._config, decisions))
         return with_progress(state, progress_of(decisions, self._config), self._layout)
 
     def _is_finite(self, validation_loss: float | None) -> bool:
-        return self._reporter.is_finite and (validation_loss is None or math.isfinite(validation_loss))
+        return self._metric_logger.is_finite and (validation_loss is None or math.isfinite(validation_loss))
 
     def _check_bad_steps(self, decisions: RunControl) -> Rollback | Stop | None:
-        bad_steps = self._reporter.bad_steps
+        bad_steps = self._metric_logger.bad_steps
         if bad_steps.in_a_row < self._config.guard.max_consecutive_skips:
             return None
         return on_bad_steps(decisions, bad_steps, self._checkpoints.rollback_steps(), self._config)
@@ -302,10 +302,10 @@ class TrainingLoop:
         after = self._budget.after(step, decisions, look=look)
         budget = budget_spent(after, self._config)
         if budget and budget.alert and not (before and before.alert):
-            self._context.alerts.send('budget', f'{budget.share:.0%} of {budget.name} is spent')
+            self._context.alerts.send('budget', f'{budget.fraction:.0%} of {budget.name} is spent')
         if after.num_steps != decisions.num_steps:
             self._context.describe(self._config, after, self._source.tokenizer_path)
-            self._reporter.change_config(apply_control(self._config, after))
+            self._metric_logger.change_config(apply_control(self._config, after))
             text = (
                 f'at {after.step_seconds:.3g} s per step the budget allows {after.num_steps} steps; '
                 'the schedule ends there'
@@ -313,7 +313,7 @@ class TrainingLoop:
             logger.info(f'step {step:>7}  {text}')
             self._recorder.record_event('length', text, step=step, num_steps=after.num_steps)
             if not decisions.num_steps:
-                self._reporter.log_sources(after.num_steps)
+                self._metric_logger.log_sources(after.num_steps)
         return after
 
 

@@ -48,13 +48,13 @@ def matmul_parameters(model: ModelConfig) -> int:
     return blocks + D * V + model.mtp_depth * (active[-1] + 2 * D**2 + D * V)
 
 
-def training_flops(model: ModelConfig, window: int) -> TokenFlops:
+def training_flops(model: ModelConfig, seq_len: int) -> TokenFlops:
     """Returns FLOPs per token: 6 per matmul parameter, and 6 · N · (H + value width) per layer and position."""
     dense = 6 * matmul_parameters(model)
     per_position = 6 * model.num_heads * (model.head_dim + model.value_dim)
-    reaches = [min(sliding or window, window) for sliding in block_windows(model)]
+    reaches = [min(sliding or seq_len, seq_len) for sliding in block_windows(model)]
     # The first tokens of a sequence attend to fewer positions.
-    causal = sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window
+    causal = sum(reach * (reach + 1) / 2 + (seq_len - reach) * reach for reach in reaches) / seq_len
     return TokenFlops(causal=dense + per_position * causal, full=dense + per_position * sum(reaches))
 
 
@@ -64,7 +64,7 @@ def block_windows(model: ModelConfig) -> tuple[int, ...]:
     return (*windows, *windows[-1:] * model.mtp_depth)
 
 
-def step_flops(config: Config, window: int) -> TokenFlops:
+def step_flops(config: Config, seq_len: int) -> TokenFlops:
     """Returns FLOPs per token of a run, which depend on frozen parameters and on a reference model.
 
     The forward pass and the gradient of the inputs take 2 operations each per matmul parameter. The gradient of a
@@ -72,7 +72,7 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     one of the model and one of its reference.
     """
     model = config.model
-    base = training_flops(model, window)
+    base = training_flops(model, seq_len)
     products = [w for w in weights(model) if w.kind in PRODUCTS or w.name == tied_head(model)]
     frozen = sum(weight.active_size(model) for weight in products if not is_trained(config, weight.name))
     adapters = sum(weight.active_size(model) for weight in products if weight.kind == 'adapter')
@@ -83,16 +83,16 @@ def step_flops(config: Config, window: int) -> TokenFlops:
     return TokenFlops(
         *(
             flops * (1 + forward) + dense + taught
-            for flops, taught in zip(base, teacher_flops(config, window), strict=True)
+            for flops, taught in zip(base, teacher_flops(config, seq_len), strict=True)
         )
     )
 
 
-def teacher_flops(config: Config, window: int) -> TokenFlops:
+def teacher_flops(config: Config, seq_len: int) -> TokenFlops:
     """Returns FLOPs per token of the forward pass of a resolved config's teacher; 0 without one."""
     if config.teacher is None:
         return TokenFlops(0.0, 0.0)
-    return TokenFlops(*(flops / 3 for flops in training_flops(config.teacher, window)))
+    return TokenFlops(*(flops / 3 for flops in training_flops(config.teacher, seq_len)))
 
 
 def tied_head(model: ModelConfig) -> str:
@@ -111,13 +111,13 @@ def attention_workspace(config: Config, capability: tuple[int, int] | None) -> i
 
     Source: NVIDIA/cudnn-frontend #398. With a list of documents, the rows of the scores are those of the list.
     """
-    model, window = config.model, config.data.seq_len
+    model, seq_len = config.model, config.data.seq_len
     is_cudnn = model.attention in CUDNN_KERNELS and config.mesh.context == 1
     if not (config.train.deterministic and is_cudnn and capability is not None and capability[0] == 9):
         return 0
-    listed = documents_per_row(window) if lists_documents(config, capability) else 1
+    listed = documents_per_row(seq_len) if lists_documents(config, capability) else 1
     rows = config.train.per_device_batch_size * listed
-    return 2 * rows * (model.num_heads // config.mesh.tensor) * window**2
+    return 2 * rows * (model.num_heads // config.mesh.tensor) * seq_len**2
 
 
 def attended_positions(config: Config, capability: tuple[int, int] | None = None) -> float:
@@ -125,31 +125,31 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
 
     A kernel that knows document boundaries computes fewer, depending on the number of documents.
     """
-    window, windows = config.data.seq_len, block_windows(config.model)
-    reaches = [min(sliding or window, window) for sliding in windows]
+    seq_len, windows = config.data.seq_len, block_windows(config.model)
+    reaches = [min(sliding or seq_len, seq_len) for sliding in windows]
     if config.mesh.context > 1:
         # Pairs of visible chunks, each computed completely: `maxlm.model.attention.ring`.
         chunks = 2 * config.mesh.context
-        size = window / chunks
+        size = seq_len / chunks
         pairs = [
             sum(1 for query in range(chunks) for key in range(query + 1) if (query - key - 1) * size + 1 < reach)
             for reach in reaches
         ]
-        return sum(pairs) / len(pairs) * size**2 / window
+        return sum(pairs) / len(pairs) * size**2 / seq_len
     if needs_mask(config, capability):
         # Masked scores are computed too.
-        return window
+        return seq_len
     if config.model.attention in CUDNN_KERNELS:
-        return sum(reach * (reach + 1) / 2 + (window - reach) * reach for reach in reaches) / window / len(reaches)
+        return sum(reach * (reach + 1) / 2 + (seq_len - reach) * reach for reach in reaches) / seq_len / len(reaches)
     if config.model.attention == 'splash':
-        blocks = sum(num_visible_blocks(window, sliding) for sliding in windows)
-        return blocks * block_size(window) ** 2 / window / len(windows)
+        blocks = sum(num_visible_blocks(seq_len, sliding) for sliding in windows)
+        return blocks * block_size(seq_len) ** 2 / seq_len / len(windows)
     scores = [
         (part.last - part.first) * (part.last - part.start)
         for sliding in windows
-        for part in query_ranges(window, sliding)
+        for part in query_ranges(seq_len, sliding)
     ]
-    return sum(scores) / window / len(windows)
+    return sum(scores) / seq_len / len(windows)
 
 
 def attention_forwards(config: Config) -> int:

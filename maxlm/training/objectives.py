@@ -44,7 +44,7 @@ class LossSums(NamedTuple):
         source_loss: [S] loss of the rows of each source; [0] if the batch has no `sources`.
         source_tokens: [S] predicted tokens of each source; [0] if the batch has no `sources`.
         parts: sums of the additional metrics, by metric name; see `aux_names`.
-        parts_count: denominator of the means of `parts`, or one for each of them by name.
+        part_counts: denominator of the mean of each of `parts`.
         load_LE: number of tokens that selected each expert, by layer with experts; None without experts and with
             objectives other than the next token.
     """
@@ -55,12 +55,8 @@ class LossSums(NamedTuple):
     source_loss: jax.Array
     source_tokens: jax.Array
     parts: dict[str, jax.Array]
-    parts_count: jax.Array | dict[str, jax.Array]
+    part_counts: dict[str, jax.Array]
     load_LE: jax.Array | None = None
-
-    def part_count(self, name: str) -> jax.Array:
-        """Returns the denominator of the mean of a part."""
-        return self.parts_count[name] if isinstance(self.parts_count, dict) else self.parts_count
 
 
 # (params, reference, slots, batch, dropout key) → the minimized sum and the `LossSums`. Only the first has a gradient.
@@ -129,8 +125,7 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     model, load_LE = config.model, None
     if model.num_experts and config.train.objective == 'next_token':
         load_LE = jnp.zeros((model.num_layers - model.num_dense_layers, model.num_experts))
-    has_labels = config.train.objective == 'dpo' and config.dpo.takes_labels
-    return LossSums(zero, zero, zero, by_source, by_source, parts, parts if has_labels else zero, load_LE)
+    return LossSums(zero, zero, zero, by_source, by_source, parts, parts, load_LE)
 
 
 def make_next_token(
@@ -209,8 +204,8 @@ def make_next_token(
         if router is not None:
             router_loss, router_parts = router_terms(router, batch['weights'], config.train)
             objective, parts, load_LE = objective + router_loss, {**parts, **router_parts}, router.load_E.sum(axis=0)
-        sums = LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, tokens, load_LE)
-        return objective, sums
+        counts = dict.fromkeys(parts, tokens)
+        return objective, LossSums(loss_B.sum(), tokens, tokens, source_loss, source_tokens, parts, counts, load_LE)
 
     return next_token
 
@@ -295,7 +290,8 @@ def _pair_sums(
     terms = preference_terms(found_BT, reference_BT, batch['weights'], batch['segments'], config.dpo)
     parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
     loss, tokens, none = jax.lax.stop_gradient(terms.objective), batch['weights'].sum(), jnp.zeros(0)
-    return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, terms.pairs)
+    counts = dict.fromkeys(parts, terms.pairs)
+    return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, counts)
 
 
 def _labeled_sums(
@@ -341,8 +337,8 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
         if reference is not None:
             parts['kl'] = sums.reference_kl
         loss = jax.lax.stop_gradient(sums.objective)
-        none = jnp.zeros(0)
-        return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, sums.tokens)
+        none, counts = jnp.zeros(0), dict.fromkeys(parts, sums.tokens)
+        return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, counts)
 
     return policy
 

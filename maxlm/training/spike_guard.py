@@ -31,9 +31,9 @@ from maxlm.config.validation import MIN_SPIKE_WINDOW
 
 # Standard deviation of a normal distribution, divided by its median absolute deviation.
 NORMAL = 1.4826
-# Smallest deviations: a share of the median loss, and an absolute value for the logarithm of the gradient norm. Without
-# them, every step after a very even window would be an outlier.
-LOSS_SHARE = 0.01
+# Smallest deviations: a fraction of the median loss, and an absolute value for the logarithm of the gradient norm.
+# Without them, every step after a very even window would be an outlier.
+LOSS_FRACTION = 0.01
 LOG_NORM = 0.1
 # Correction of the threshold for n steps instead of the whole window: 1 + SMALL · (1/n - 1/W).
 SMALL = 16
@@ -51,13 +51,13 @@ class SpikeStatistics(NamedTuple):
     filled: jax.Array
 
 
-def first_window(config: GuardConfig) -> SpikeStatistics | None:
+def first_spike_window(config: GuardConfig) -> SpikeStatistics | None:
     """Returns the empty window before the first step; None if `guard.spike_window` is 0."""
     return SpikeStatistics(jnp.zeros((2, config.spike_window)), jnp.int32(0)) if config.spike_window else None
 
 
 def check_spike(
-    window: SpikeStatistics | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
+    spike_window: SpikeStatistics | None, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
 ) -> tuple[jax.Array, SpikeStatistics | None]:
     """Checks the loss and gradient norm of a step for spikes.
 
@@ -66,7 +66,7 @@ def check_spike(
     windows. Low values are never spikes.
 
     Args:
-        window: statistics of the previous good steps.
+        spike_window: statistics of the previous good steps.
         loss: loss of the step.
         grad_norm: global norm of the gradient before clipping.
         config: section `guard` of the config.
@@ -75,9 +75,9 @@ def check_spike(
         A boolean scalar, True if the step may change the state, and the window for the next step.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    if window is None:
+    if spike_window is None:
         return finite, None
-    good_QW, filled = window
+    good_QW, filled = spike_window
     # The logarithm is used because norms vary by factors. The lower bound avoids log(0).
     level_Q = jnp.stack([loss, jnp.log(jnp.maximum(grad_norm, 1e-30))]).astype(good_QW.dtype)
     W = config.spike_window
@@ -86,7 +86,7 @@ def check_spike(
     used_QW = jnp.where(jnp.arange(W) >= W - used, good_QW, jnp.nan)
     median_Q = jnp.nanmedian(used_QW, axis=1)
     deviation_Q = NORMAL * jnp.nanmedian(jnp.abs(used_QW - median_Q[:, None]), axis=1)
-    least_Q = jnp.stack([LOSS_SHARE * jnp.abs(median_Q[0]), jnp.full_like(median_Q[1], LOG_NORM)])
+    least_Q = jnp.stack([LOSS_FRACTION * jnp.abs(median_Q[0]), jnp.full_like(median_Q[1], LOG_NORM)])
     threshold = config.spike_threshold * (1 + SMALL * (1 / used - 1 / W))
     limit_Q = median_Q + threshold * jnp.maximum(deviation_Q, least_Q)
     spike = (filled >= MIN_SPIKE_WINDOW) & jnp.any(level_Q > limit_Q)
@@ -100,15 +100,15 @@ def check_spike(
     )
 
 
-def window_to_json(window: SpikeStatistics) -> dict[str, list[float]]:
+def spike_window_to_json(spike_window: SpikeStatistics) -> dict[str, list[float]]:
     """Returns the window as JSON values for a checkpoint, oldest step first. The conversion is exact."""
-    good_QW, filled = jax.device_get(window)
+    good_QW, filled = jax.device_get(spike_window)
     losses, log_grad_norms = good_QW[:, good_QW.shape[1] - int(filled) :].tolist()
     return {'losses': losses, 'log_grad_norms': log_grad_norms}
 
 
-def window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeStatistics | None:
-    """Returns the window written by `window_to_json`, in host memory.
+def spike_window_from_json(stored: Mapping[str, Any] | None, config: GuardConfig) -> SpikeStatistics | None:
+    """Returns the window written by `spike_window_to_json`, in host memory.
 
     If `guard.spike_window` is now smaller, only the newest steps are kept. Checkpoints of older versions have no
     window, so the window is then empty.

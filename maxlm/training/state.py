@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from maxlm.training.optimizers.state_placement import place_state
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
 from maxlm.training.optimizers.user_optimizer import Parameter, check_optimizer, user_optimizer
 from maxlm.training.reference import has_reference_params, reference_config, stored_dtype, to_reference
-from maxlm.training.spike_guard import SpikeStatistics, first_window
+from maxlm.training.spike_guard import SpikeStatistics, first_spike_window
 
 Params = Any  # nested dict of arrays
 Metrics = dict[str, jax.Array]  # scalars; metrics per source: [S]
@@ -45,7 +46,7 @@ class TrainState(NamedTuple):
         opt_state: state of the optimizer.
         ema: moving average of the parameters; None unless `optimizer.ema_decay` is set.
         loss_scale: state of the loss scale; None unless `model.dtype` is float16.
-        window: spike statistics; None unless `guard.spike_window` is set.
+        spike_window: spike statistics; None unless `guard.spike_window` is set.
         reference: parameters of the reference model; None unless `has_reference_params`. They never change and are
             not part of a checkpoint: a resumed run reads them from `train.init_from` or `distill.teacher`.
         progress: progress of the schedule; None unless `train.hours` or `train.dollars` gives the run length. It
@@ -58,7 +59,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     ema: Params | None = None
     loss_scale: LossScale | None = None
-    window: SpikeStatistics | None = None
+    spike_window: SpikeStatistics | None = None
     reference: Params | None = None
     progress: Progress | None = None
 
@@ -111,8 +112,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
     params = _abstract_params(config, layout)
     check_patterns(config, param_paths(params))
 
-    def placed(shape: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+    def replicated(initial: Callable[[], Any]) -> Any:
+        return jax.tree.map(lambda x: x.update(sharding=layout.named()), jax.eval_shape(initial))
 
     trained, offload = trainable(config, params), config.mesh.host_offload
     if optimizer is None and not is_function_name(config.optimizer.name):
@@ -131,12 +132,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
     )
     counter: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=layout.named())
     ema = params if config.optimizer.ema_decay else None
-    scale: Any = None
-    if config.model.dtype == 'float16':
-        scale = jax.tree.map(
-            lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_loss_scale(config.train))
-        )
-    window = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: first_window(config.guard)))
+    scale = replicated(lambda: first_loss_scale(config.train)) if config.model.dtype == 'float16' else None
+    spike_window = replicated(lambda: first_spike_window(config.guard))
     reference = None
     if has_reference_params(config):
         other = reference_config(config)
@@ -144,8 +141,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
             lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path), param.dtype)),
             _abstract_params(other, layout),
         )
-    progress = jax.tree.map(lambda x: placed(x, layout.named()), jax.eval_shape(lambda: _first_progress(config)))
-    return TrainState(counter, counter, params, opt_state, ema, scale, window, reference, progress)
+    progress = replicated(lambda: _first_progress(config))
+    return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress)
 
 
 def _abstract_params(config: Config, layout: Layout) -> Params:
@@ -196,8 +193,8 @@ def init_state(
         scale = first_loss_scale(config.train) if config.model.dtype == 'float16' else None
         reference = to_reference(config, params) if copies_params else None
         opt_state = initialize(trainable(config, params))
-        window, progress = first_window(config.guard), _first_progress(config)
-        return TrainState(zero, zero, params, opt_state, ema, scale, window, reference, progress)
+        spike_window, progress = first_spike_window(config.guard), _first_progress(config)
+        return TrainState(zero, zero, params, opt_state, ema, scale, spike_window, reference, progress)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     state: TrainState = jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()

@@ -39,7 +39,7 @@ def make_train_step(
     """Returns the training step of a resolved config: one optimizer update from one global batch.
 
     Batches may contain HOLD. A step with a spike or a non-finite value, for which the metric `bad` is True, changes
-    only three counters of the state: `step`, `skipped` and the number of steps in `window`, which the metric
+    only three counters of the state: `step`, `skipped` and the number of steps in `spike_window`, which the metric
     `window_steps` contains as it was before the step. `maxlm.trainer.replay` depends on it.
 
     Args:
@@ -87,7 +87,7 @@ def make_train_step(
         loss = sums.loss / count
         grads, grad_norm = mean_and_clip(grads, count, factor, config.optimizer.max_grad_norm)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        ok, window = check_spike(state.window, loss, grad_norm, config.guard)
+        ok, spike_window = check_spike(state.spike_window, loss, grad_norm, config.guard)
         if hold is not None:
             ok &= ~hold
         params, opt_state, ema, update_metrics = update(state, grads, ok)
@@ -104,18 +104,18 @@ def make_train_step(
             'spike': is_finite & ~ok,
             # An overflow in float16 is expected, and changes the loss scale.
             'bad': ~ok & ~scaling.get('overflow', jnp.bool_(False)),
-            **({} if state.window is None else {'window_steps': state.window.filled}),
+            **({} if state.spike_window is None else {'window_steps': state.spike_window.filled}),
             **scaling,
-            **{name: total / jnp.maximum(sums.part_count(name), 1) for name, total in sums.parts.items()},
+            **{name: total / jnp.maximum(sums.part_counts[name], 1) for name, total in sums.parts.items()},
             **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
-        counters = state.step + 1, state.skipped + ~ok, loss_scale, window
+        counters = state.step + 1, state.skipped + ~ok, loss_scale, spike_window
         if hold is not None:
-            before = state.step, state.skipped, state.loss_scale, state.window
+            before = state.step, state.skipped, state.loss_scale, state.spike_window
             counters = jax.tree.map(lambda new, old: jnp.where(hold, old, new), counters, before)
-        step, skipped, loss_scale, window = counters
-        after = TrainState(step, skipped, params, opt_state, ema, loss_scale, window)
+        step, skipped, loss_scale, spike_window = counters
+        after = TrainState(step, skipped, params, opt_state, ema, loss_scale, spike_window)
         return after._replace(reference=state.reference, progress=state.progress), metrics
 
     return train_step

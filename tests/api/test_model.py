@@ -88,9 +88,9 @@ def test_a_saved_model_has_the_same_logits_and_loads_again(model, tmp_path):
     model.save_pretrained(tmp_path / 'hf', dtype='float32')
     ids = model.tokenizer.encode_batch([TEXT])[0]
     peer = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', dtype=torch.float32)
-    wanted = peer(torch.tensor(ids[None].astype(np.int64))).logits[0].detach().numpy()
-    np.testing.assert_allclose(model.logits(ids), wanted[:, :257], atol=1e-4)
-    np.testing.assert_allclose(maxlm.load(tmp_path / 'hf').logits(ids), wanted[:, :257], atol=1e-4)
+    expected = peer(torch.tensor(ids[None].astype(np.int64))).logits[0].detach().numpy()
+    np.testing.assert_allclose(model.logits(ids), expected[:, :257], atol=1e-4)
+    np.testing.assert_allclose(maxlm.load(tmp_path / 'hf').logits(ids), expected[:, :257], atol=1e-4)
     with pytest.raises(InputError, match='already exists'):
         model.save_pretrained(tmp_path / 'hf')
 

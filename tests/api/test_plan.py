@@ -18,17 +18,17 @@ def command(capsys, *arguments):
 
 
 def test_the_figures_equal_those_of_the_command(capsys):
-    code, wanted = command(capsys, '--config=1b', '--target=h100:8')
+    code, expected = command(capsys, '--config=1b', '--target=h100:8')
     found = maxlm.Plan('1b', 'h100:8', estimate=True)
     assert (code, found.fits) == (EXIT_DONE, True)
-    assert json.loads(json.dumps(found.to_dict())) == {**wanted, 'why_estimated': 'estimate=True'}
+    assert json.loads(json.dumps(found.to_dict())) == {**expected, 'why_estimated': 'estimate=True'}
     figures = (found.memory_bytes, found.step_seconds, found.tokens_per_second, found.mfu, found.cost.dollars)
     assert figures == (
-        wanted['memory']['total'],
-        wanted['step_seconds'],
-        wanted['tokens_per_second'],
-        wanted['mfu'],
-        wanted['dollars'],
+        expected['memory']['total'],
+        expected['step_seconds'],
+        expected['tokens_per_second'],
+        expected['mfu'],
+        expected['dollars'],
     )
     # Control: half of the devices are slower.
     assert maxlm.Plan('1b', 'h100:4', estimate=True).step_seconds > found.step_seconds
@@ -42,9 +42,9 @@ def test_a_search_finds_a_layout_that_fits(capsys):
     again = maxlm.Plan(config.replace(found.changes), 'h100:8', estimate=True)
     assert (again.fits, again.memory_bytes) == (True, found.memory_bytes)
     overrides = [f'--config.{key}={value}' for key, value in {**BIG, 'mesh.fsdp': 1, 'mesh.data': 8}.items()]
-    code, wanted = command(capsys, '--config=1b', '--target=h100:8', *overrides)
+    code, expected = command(capsys, '--config=1b', '--target=h100:8', *overrides)
     assert code == EXIT_FAILED
-    assert wanted['advice'] == [f'--config.{key}={value}' for key, value in found.changes.items()]
+    assert expected['advice'] == [f'--config.{key}={value}' for key, value in found.changes.items()]
 
 
 def test_wrong_targets():

@@ -38,9 +38,9 @@ def start(tmp_path, capsys, monkeypatch):
         check_init_from(config, abstract.params, run, tokenizer=tmp_path / TOKENIZER)
         assert not run.exists()
         capsys.readouterr()
-        with Console(), Checkpoints(run, max_to_keep=3) as checkpoints:
+        with Console(), Checkpoints(run, max_to_keep=3) as manager:
             state = initialize_state(
-                config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, checkpoints=checkpoints
+                config, tokenizer=tmp_path / TOKENIZER, layout=layout, abstract=abstract, manager=manager
             )
         placed = jax.tree.map(
             lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract

@@ -46,13 +46,13 @@ def random_state(abstract, *, step, skipped, seed=0):
 
     counters = (jax.device_put(jnp.int32(number), abstract.step.sharding) for number in (step, skipped))
     params, opt_state = jax.tree.map(fill, (abstract.params, abstract.opt_state))
-    window = abstract.window
-    if window is not None:
-        good_QW = np.asarray(rng.normal(size=window.good_QW.shape), np.float32)
+    spike_window = abstract.spike_window
+    if spike_window is not None:
+        good_QW = np.asarray(rng.normal(size=spike_window.good_QW.shape), np.float32)
         filled = min(step, good_QW.shape[1])
         good_QW[:, : good_QW.shape[1] - filled] = 0
-        window = jax.device_put(SpikeStatistics(good_QW, np.int32(filled)), abstract.step.sharding)
-    return TrainState(*counters, params, opt_state, window=window)
+        spike_window = jax.device_put(SpikeStatistics(good_QW, np.int32(filled)), abstract.step.sharding)
+    return TrainState(*counters, params, opt_state, spike_window=spike_window)
 
 
 def zero_state(config, layout, *, compiler_options=None):

@@ -57,10 +57,10 @@ def teacher_only(workdir):
 def start(config, run, tokenizer):
     layout = small_layout(config)
     abstract = abstract_state(config, layout)
-    facts = reference_metadata(config)
-    with Console(), Checkpoints(run, max_to_keep=3) as checkpoints:
+    fingerprint = reference_metadata(config)
+    with Console(), Checkpoints(run, max_to_keep=3) as manager:
         return restore_or_initialize(
-            config, tokenizer=tokenizer, layout=layout, abstract=abstract, checkpoints=checkpoints, facts=facts
+            config, tokenizer=tokenizer, layout=layout, abstract=abstract, manager=manager, fingerprint=fingerprint
         )[0]
 
 

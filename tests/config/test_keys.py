@@ -119,7 +119,7 @@ def test_numbers_in_a_config_json(config_file, text):
 
 
 @pytest.mark.parametrize(
-    ('allowed', 'inside', 'outside', 'words'),
+    ('allowed', 'inside', 'outside', 'fragments'),
     [
         (Range(0, 1), (0, 0.5, 1), (-0.1, 1.1, math.inf, math.nan), 'at least 0 and at most 1'),
         (Range(0, 1, above=True), (1e-300, 1), (0, math.nan), 'greater than 0 and at most 1'),
@@ -127,10 +127,10 @@ def test_numbers_in_a_config_json(config_file, text):
         (Range(1, 2, or_zero=True), (0, 1, 2), (0.5, -1, math.nan), 'at least 1 and at most 2, or 0'),
     ],
 )
-def test_a_range(allowed, inside, outside, words):
+def test_a_range(allowed, inside, outside, fragments):
     assert all(value in allowed for value in inside)
     assert not any(value in allowed for value in outside)
-    assert str(allowed) == words
+    assert str(allowed) == fragments
 
 
 @pytest.mark.parametrize(('key', 'value'), [('dtype', 'int8'), ('family', 'x'), ('activation', ''), ('init', 'other')])

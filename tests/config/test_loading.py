@@ -68,7 +68,7 @@ def test_json_round_trip(config_file):
 
 
 @pytest.mark.parametrize(
-    ('override', 'words'),
+    ('override', 'fragments'),
     [
         ('train.num_step=5', ['train.num_step', "'num_steps'"]),
         ('train.learning_rate=1', ["'optimizer.learning_rate'"]),
@@ -97,13 +97,13 @@ def test_json_round_trip(config_file):
         ('model.max_positions=64', ['model.max_positions=64', 'data.seq_len=1024']),
     ],
 )
-def test_an_invalid_override_is_a_one_line_error(config_file, override, words):
+def test_an_invalid_override_is_a_one_line_error(config_file, override, fragments):
     with pytest.raises(InputError) as error:
         loading.load(config_file, [override])
     message = str(error.value)
     assert '\n' not in message
-    for word in words:
-        assert word in message
+    for fragment in fragments:
+        assert fragment in message
 
 
 def test_muon_keys_require_muon(config_file):
@@ -119,7 +119,7 @@ def test_muon_keys_require_muon(config_file):
 
 
 @pytest.mark.parametrize(
-    ('text', 'words'),
+    ('text', 'fragments'),
     [
         ('x = (', ['base.py', 'SyntaxError']),
         ('def get_config():\n    return undefined', ['base.py:2', 'NameError']),
@@ -132,13 +132,13 @@ def test_muon_keys_require_muon(config_file):
         (CONFIG.replace("variant=''", ''), ['base.py', 'NameError']),
     ],
 )
-def test_errors_in_a_config_file_name_the_file(tmp_path, text, words):
+def test_errors_in_a_config_file_name_the_file(tmp_path, text, fragments):
     path = tmp_path / 'base.py'
     path.write_text(text)
     with pytest.raises(InputError) as error:
         loading.load(str(path))
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 def test_a_directory_is_rejected(tmp_path):
@@ -238,7 +238,7 @@ def test_a_family_cannot_change_a_complete_config(run_file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('change', 'words'),
+    ('change', 'fragments'),
     [
         (lambda sections: [], ['object of sections']),
         (lambda sections: {**sections, 'model': 3}, ['object of sections']),
@@ -253,15 +253,15 @@ def test_a_family_cannot_change_a_complete_config(run_file, tmp_path):
         (lambda sections: {**sections, 'model': {'dropout': '0'}}, ['model.dropout="0"', 'a number']),
     ],
 )
-def test_an_invalid_config_json_is_a_one_line_error(run_file, change, words):
+def test_an_invalid_config_json_is_a_one_line_error(run_file, change, fragments):
     path, run = run_file
     text = json.dumps(change(json.loads(to_json(run))))
     with open(path, 'w') as file:
         file.write(text)
     with pytest.raises(InputError) as error:
         loading.load(path)
-    for word in (path, *words):
-        assert word in str(error.value)
+    for fragment in (path, *fragments):
+        assert fragment in str(error.value)
     assert '\n' not in str(error.value)
     # The value is also invalid in the config of a workdir.
     with pytest.raises(ValueError):

@@ -35,7 +35,7 @@ def test_devices_that_support_fp8(platform, capability):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         (
             {'capability': A100},
@@ -51,11 +51,11 @@ def test_devices_that_support_fp8(platform, capability):
         ({'model__matmul_precision': 'fp4'}, ['model.matmul_precision', "'fp4'", "'fp8'"]),
     ],
 )
-def test_errors_suggest_valid_values(settings, words):
+def test_errors_suggest_valid_values(settings, fragments):
     with pytest.raises(InputError) as error:
         resolved(**settings)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
     assert '\n' not in str(error.value)
     if settings.get('model__matmul_precision', 'fp8') == 'fp8':
         # Control: the same config without fp8 is accepted.

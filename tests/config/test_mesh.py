@@ -29,15 +29,15 @@ def error_message(num_devices, **settings):
     return message
 
 
-def numbers_after(message, words):
-    """Returns the numbers that follow `words` at the end of a message."""
-    found = re.search(rf'{re.escape(words)} (\d+(?:, \d+)*)$', message)
+def numbers_after(message, fragments):
+    """Returns the numbers that follow `fragments` at the end of a message."""
+    found = re.search(rf'{re.escape(fragments)} (\d+(?:, \d+)*)$', message)
     assert found, message
     return [int(number) for number in found[1].split(', ')]
 
 
 @pytest.mark.parametrize(
-    ('num_devices', 'settings', 'words', 'numbers'),
+    ('num_devices', 'settings', 'fragments', 'numbers'),
     [
         (6, {'mesh__tensor': 3}, ['mesh.tensor=3', 'model.num_heads=8'], [1, 2]),
         (8, {'mesh__tensor': 8, 'model__num_kv_heads': 4}, ['mesh.tensor=8', 'model.num_kv_heads=4'], [1, 2, 4]),
@@ -62,12 +62,12 @@ def numbers_after(message, words):
         ),
     ],
 )
-def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings, words, numbers):
+def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings, fragments, numbers):
     # All device counts of this test divide the batch size.
     settings = {**settings, 'train__global_batch_size': 48}
     message = error_message(num_devices, **settings)
-    for word in words:
-        assert word in message
+    for fragment in fragments:
+        assert fragment in message
     axis = 'context' if 'mesh__context' in settings else 'tensor'
     assert numbers_after(message, f'on {num_devices} devices mesh.{axis} can be') == numbers
     for number in numbers:
@@ -79,7 +79,7 @@ def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'mesh__tensor': 3}, ['fsdp=-1', 'tensor=3', 'other than mesh.fsdp use 3 devices', 'the 8 available']),
         ({'mesh__data': -1, 'mesh__fsdp': 2, 'mesh__tensor': 3}, ['data=-1', 'fsdp=2 tensor=3', 'mesh.data use 6']),
@@ -92,10 +92,10 @@ def test_an_axis_must_divide_the_dimensions_that_it_splits(num_devices, settings
         ({'mesh__fsdp': 1}, ['mesh with size 1 on every axis', 'needs 1 devices', '8 are available', 'one axis to -1']),
     ],
 )
-def test_the_product_of_the_axes_must_be_the_number_of_devices(settings, words):
+def test_the_product_of_the_axes_must_be_the_number_of_devices(settings, fragments):
     message = error_message(8, **settings)
-    for word in words:
-        assert word in message
+    for fragment in fragments:
+        assert fragment in message
     products = numbers_after(message, 'product is one of')
     assert products == [1, 2, 4, 8]
     for product in products:
@@ -111,7 +111,7 @@ def test_an_axis_of_minus_1_takes_the_remaining_devices():
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words', 'numbers'),
+    ('settings', 'fragments', 'numbers'),
     [
         ({'mesh__stage': 8}, ['mesh.stage=8', 'mesh.num_pipeline_repeats=1', 'num_layers=4'], [(2, 1), (2, 2), (4, 1)]),
         (
@@ -134,10 +134,10 @@ def test_an_axis_of_minus_1_takes_the_remaining_devices():
         ({'mesh__stage': 2, 'model__num_layers': 3}, ['mesh.stage=2', 'num_layers=3'], [(1, 1)]),
     ],
 )
-def test_stages_must_divide_the_layers(settings, words, numbers):
+def test_stages_must_divide_the_layers(settings, fragments, numbers):
     message = error_message(8, **settings)
-    for word in (*words, 'into equal parts'):
-        assert word in message
+    for fragment in (*fragments, 'into equal parts'):
+        assert fragment in message
     _, suggested = message.split('use one of: ')
     assert [tuple(map(int, pair.split(' × '))) for pair in suggested.split(', ')] == numbers
     for stage, repeats in numbers:
@@ -153,8 +153,8 @@ def test_stages_must_divide_the_layers(settings, words, numbers):
 def test_the_number_of_micro_batches_must_be_a_multiple_of_the_stages():
     settings = {'mesh__stage': 4, 'train__global_batch_size': 24}
     message = error_message(8, **settings, train__per_device_batch_size=2)
-    for word in ('train.per_device_batch_size=2 gives 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
-        assert word in message
+    for fragment in ('train.per_device_batch_size=2 gives 6 micro-batches', 'mesh.stage=4 needs a multiple of 4'):
+        assert fragment in message
     sizes = numbers_after(message, 'values that work with train.global_batch_size=24:')
     assert sizes == [1, 3]
     for size in sizes:
@@ -184,8 +184,8 @@ def test_repeats_require_stages():
 @pytest.mark.parametrize('offload', ['optimizer', 'all'])
 def test_offload_requires_adamw(offload):
     message = error_message(8, mesh__host_offload=offload, optimizer__name='muon')
-    for word in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload=none'):
-        assert word in message
+    for fragment in (f'mesh.host_offload={offload}', 'optimizer.name=adamw, not muon', 'or mesh.host_offload=none'):
+        assert fragment in message
     assert config_on(8, mesh__host_offload=offload, optimizer__name='adamw').mesh.host_offload == offload
     assert config_on(8, mesh__host_offload='none', optimizer__name='muon').optimizer.name == 'muon'
 
@@ -200,7 +200,7 @@ def test_stages_cannot_offload_parameters():
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'mesh__zero_stage': 0}, ['mesh.zero_stage=0', '1, 2, 3']),
         ({'mesh__host_offload': 'params'}, ['mesh.host_offload', 'params', 'none, optimizer, all']),
@@ -209,7 +209,7 @@ def test_stages_cannot_offload_parameters():
         ({'mesh__context': 2, 'model__attention_softcap': 5.0}, ['mesh.context=2', 'attention_softcap=5.0', 'ring']),
     ],
 )
-def test_invalid_values_are_rejected(settings, words):
+def test_invalid_values_are_rejected(settings, fragments):
     message = error_message(8, **settings)
-    for word in words:
-        assert word in message
+    for fragment in fragments:
+        assert fragment in message

@@ -102,7 +102,7 @@ def test_attention_kernel(settings, kernel):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'train__global_batch_size': 500}, ['500', '8 devices', '496']),
         ({'train__per_device_batch_size': 5}, ['train.per_device_batch_size=5', '64', '4']),
@@ -136,11 +136,11 @@ def test_attention_kernel(settings, kernel):
         ({'model__attention': 'splash', 'platform': 'tpu', 'mesh__context': 2}, ['mesh.context=1', 'found 2 and 1']),
     ],
 )
-def test_errors_suggest_valid_values(settings, words):
+def test_errors_suggest_valid_values(settings, fragments):
     with pytest.raises(InputError) as error:
         resolved(**settings)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 def test_a_finished_run_moves_to_other_devices():

@@ -50,7 +50,7 @@ def test_a_config_without_its_secrets_is_reported(config, tmp_path, capsys):
 
 
 def test_command_lines_are_shown_without_secrets():
-    words = [
+    arguments = [
         '--config=tiny',
         f'--config.alerts.command={COMMAND}',
         '--config.alerts.command',
@@ -58,7 +58,7 @@ def test_command_lines_are_shown_without_secrets():
         '--config.a.b=1',
     ]
     shown = ['--config=tiny', f'--config.alerts.command={HIDDEN}', '--config.alerts.command', HIDDEN, '--config.a.b=1']
-    assert public_command(words) == shown
+    assert public_command(arguments) == shown
     usable = [
         '--config.train.num_tokens=1e9',
         '--config.data.tokenizer=bpe.json',

@@ -15,7 +15,7 @@ def model_config(**settings):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'scan_layers': False, 'num_layers': 201}, ['num_layers=201', 'scan_layers=True']),
         ({'rope_scaling_factor': 2.0}, ['rope_scaling_factor=2.0', 'rope_scaling', 'yarn']),
@@ -42,11 +42,11 @@ def model_config(**settings):
         ),
     ],
 )
-def test_invalid_settings_are_rejected(settings, words):
+def test_invalid_settings_are_rejected(settings, fragments):
     with pytest.raises(InputError) as error:
         model_config(**settings)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ TWO = {'sources': (('a', 1.0), ('b', 1.0))}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'sources': (('a', 0.0),)}, ["('a', 0.0)", 'greater than 0']),
         ({'sources': (('a', float('nan')),)}, ['nan', 'greater than 0']),
@@ -53,12 +53,12 @@ TWO = {'sources': (('a', 1.0), ('b', 1.0))}
         ({'download_threads': 0}, ['data.download_threads']),
     ],
 )
-def test_invalid_settings_are_rejected(settings, words):
+def test_invalid_settings_are_rejected(settings, fragments):
     with pytest.raises(InputError) as error:
         data_config(**settings)
     assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 VALID = {
@@ -90,9 +90,9 @@ def test_phases_of_schedules():
     assert dataclasses.replace(short, data=config.data, train=config.train) == config
     assert config.at_context(16) == config
     assert config.source_stages == ((0, (1, 1)), (25, (3.0, 1)), (50, (0.0, 3)))
-    assert config.data.source_shares == (0.125 + 0.1875, 0.125 + 0.0625 + 0.5)
+    assert config.data.source_fractions == (0.125 + 0.1875, 0.125 + 0.0625 + 0.5)
     plain = resolve(data_config(), platform='cpu', num_devices=1, vocab_size=100, windows=1000)
-    assert (plain.contexts, plain.source_stages, plain.data.source_shares) == ([(0, 16)], (), ())
+    assert (plain.contexts, plain.source_stages, plain.data.source_fractions) == ([(0, 16)], (), ())
 
 
 def test_defaults_read_one_directory():

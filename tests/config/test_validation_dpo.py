@@ -18,7 +18,7 @@ def make(objective='dpo', **settings):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'dpo__label_smoothing': 0.5}, ['dpo.label_smoothing=0.5', 'below 0.5']),
         ({'dpo__label_smoothing': 0.1, 'dpo__loss_type': 'ipo'}, ['dpo.label_smoothing=0.1', 'dpo.loss_type=ipo']),
@@ -29,11 +29,11 @@ def make(objective='dpo', **settings):
         ({'data__seq_len_schedule': ((512, 0.5),), 'data__seq_len': 1024}, ['data.seq_len_schedule', 'dpo']),
     ],
 )
-def test_invalid_settings_are_rejected(settings, words):
+def test_invalid_settings_are_rejected(settings, fragments):
     with pytest.raises(InputError) as error:
         make(**settings)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_values_that_work():
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'model__num_experts': 0}, 'model.num_experts_per_token=2 has no effect with model.num_experts=0'),
         ({'model__num_experts_per_token': 5}, 'num_experts_per_token=5: must be at least 1 and at most model.num_exp'),
@@ -41,12 +41,12 @@ def test_values_that_work():
         ({'model__expert_matmul': 'tokamax'}, 'not available on cpu devices'),
     ],
 )
-def test_values_that_do_not(settings, words):
-    assert words in error(**settings)
+def test_values_that_do_not(settings, fragments):
+    assert fragments in error(**settings)
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         (
             {'mesh__expert': 8},
@@ -63,8 +63,8 @@ def test_values_that_do_not(settings, words):
         ),
     ],
 )
-def test_meshes_that_do_not(settings, words):
-    assert words in error(8, **settings)
+def test_meshes_that_do_not(settings, fragments):
+    assert fragments in error(8, **settings)
 
 
 def test_the_expert_axis_requires_experts():

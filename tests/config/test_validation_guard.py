@@ -27,7 +27,7 @@ def config_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('overrides', 'words'),
+    ('overrides', 'fragments'),
     [
         (['guard.spike_window=15'], ['guard.spike_window=15', '16']),
         (['guard.max_rollbacks=-1'], ['guard.max_rollbacks=-1']),
@@ -42,12 +42,12 @@ def config_file(tmp_path):
         ),
     ],
 )
-def test_invalid_overrides_are_rejected(config_file, overrides, words):
+def test_invalid_overrides_are_rejected(config_file, overrides, fragments):
     with pytest.raises(InputError) as error:
         loading.load(config_file, overrides)
     assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ TINY = str(ROOT / 'configs/tiny.py')
 
 
 @pytest.mark.parametrize(
-    ('override', 'words'),
+    ('override', 'fragments'),
     [
         ("eval.sample_prompts=('a', 3)", ['eval.sample_prompts: 3 is not a non-empty string', "('Once upon a time',)"]),
         ("eval.sample_prompts=('',)", ["eval.sample_prompts: '' is not a non-empty string"]),
         ("eval.sample_prompts=('a')", ['eval.sample_prompts', 'must be a tuple']),
     ],
 )
-def test_invalid_values_are_rejected(override, words):
+def test_invalid_values_are_rejected(override, fragments):
     with pytest.raises(InputError) as error:
         load(TINY, [override])
-    assert all(word in str(error.value) for word in words), error.value
+    assert all(fragment in str(error.value) for fragment in fragments), error.value
 
 
 def test_a_utilization_alert_requires_samples():

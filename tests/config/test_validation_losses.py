@@ -12,7 +12,7 @@ MTP = {'model__mtp_depth': 1}
 
 
 @pytest.mark.parametrize(
-    ('num_devices', 'settings', 'words'),
+    ('num_devices', 'settings', 'fragments'),
     [
         (1, {**MTP, 'train__objective': 'dpo', 'train__init_from': 'x'}, ['model.mtp_depth=1', 'objective=dpo']),
         (2, {**MTP, 'mesh__context': 2}, ['model.mtp_depth=1', 'mesh.context=2', 'model.mtp_depth=0']),
@@ -23,18 +23,18 @@ MTP = {'model__mtp_depth': 1}
         ),
     ],
 )
-def test_invalid_settings_of_multi_token_prediction(num_devices, settings, words):
+def test_invalid_settings_of_multi_token_prediction(num_devices, settings, fragments):
     with pytest.raises(InputError) as error:
         small_config(num_devices, **settings)
     assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
     # Control: without modules the settings are valid.
     small_config(num_devices, **{**settings, 'model__mtp_depth': 0})
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'train__objective': 'dpo', 'train__init_from': 'x'}, ['distill.teacher=runs/teacher', 'objective=dpo']),
         ({'train__loss': 'my.module:loss'}, ['distill.teacher=runs/teacher', 'train.loss=my.module:loss']),
@@ -43,13 +43,13 @@ def test_invalid_settings_of_multi_token_prediction(num_devices, settings, words
         ({'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}, ['distill.teacher', 'model.num_heads=4']),
     ],
 )
-def test_invalid_settings_of_distillation(settings, words):
+def test_invalid_settings_of_distillation(settings, fragments):
     num_devices = settings.get('mesh__tensor', 1)
     with pytest.raises(InputError) as error:
         small_config(num_devices, teacher=small_config().model, **settings)
     assert '\n' not in str(error.value)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 def test_stored_outputs_need_their_number():

@@ -9,7 +9,7 @@ QLORA = {'model__lora_rank': 2, 'model__weight_quantization': 'int4'}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         (
             {'model__weight_quantization': 'int8'},
@@ -23,11 +23,11 @@ QLORA = {'model__lora_rank': 2, 'model__weight_quantization': 'int4'}
         ),
     ],
 )
-def test_invalid_settings_are_rejected(settings, words):
+def test_invalid_settings_are_rejected(settings, fragments):
     with pytest.raises(InputError) as error:
         small_config(**settings)
-    for word in words:
-        assert word in str(error.value)
+    for fragment in fragments:
+        assert fragment in str(error.value)
     assert '\n' not in str(error.value)
 
 

@@ -52,7 +52,7 @@ def test_sums_over_windows_sources_and_positions():
     np.testing.assert_array_equal(found.loss_W, (targets * weights).sum(axis=1))
     np.testing.assert_array_equal(found.tokens_W, weights.sum(axis=1))
     np.testing.assert_array_equal(found.source_W, np.concatenate([batch['sources'] for batch in given]))
-    assert found.window == config.data.seq_len
+    assert found.seq_len == config.data.seq_len
     for k, (loss, tokens) in enumerate(zip(found.class_loss_K, found.class_tokens_K, strict=True)):
         in_bin = (positions + 1 >= 2**k) & (positions + 1 < 2 ** (k + 1))
         assert (loss, tokens) == ((targets * weights)[in_bin].sum(), weights[in_bin].sum())

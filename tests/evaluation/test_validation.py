@@ -14,7 +14,7 @@ def eval_step(params, reference, batch):
     assert reference is None
     loss, tokens = params * jnp.sum(batch['losses'] * batch['weights']), jnp.sum(batch['weights'])
     by_source = jnp.stack([loss, 0 * loss]), jnp.stack([tokens, 0 * tokens])
-    return LossSums(loss, tokens, tokens, *by_source, {'twice': 2 * loss}, tokens)
+    return LossSums(loss, tokens, tokens, *by_source, {'twice': 2 * loss}, {'twice': tokens})
 
 
 def run(batches, num_devices=8):

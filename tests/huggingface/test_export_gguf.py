@@ -116,10 +116,10 @@ def test_each_tensor_equals_the_export(workdirs, tmp_path, dtype, tolerance):
     export_model(
         str(workdir), str(tmp_path / 'hf'), architecture='auto', dtype='float32', max_shard_size=10**9, show=False
     )
-    wanted = load_file(tmp_path / 'hf' / 'model.safetensors')
+    expected = load_file(tmp_path / 'hf' / 'model.safetensors')
     export_gguf(str(workdir), str(tmp_path / 'model.gguf'), dtype=dtype, show=False)
     found, _ = read(tmp_path / 'model.gguf')
-    assert len(found) == len(wanted)
+    assert len(found) == len(expected)
     for ours, theirs in {
         'token_embd.weight': 'model.embed_tokens.weight',
         'output.weight': 'lm_head.weight',
@@ -133,12 +133,12 @@ def test_each_tensor_equals_the_export(workdirs, tmp_path, dtype, tolerance):
         'blk.1.ffn_down.weight': 'model.layers.1.mlp.down_proj.weight',
     }.items():
         kind, values = found[ours]
-        assert kind == ('F32' if wanted[theirs].ndim == 1 else dtype.upper())
-        np.testing.assert_allclose(values, wanted[theirs], atol=tolerance, err_msg=ours)
+        assert kind == ('F32' if expected[theirs].ndim == 1 else dtype.upper())
+        np.testing.assert_allclose(values, expected[theirs], atol=tolerance, err_msg=ours)
     # Rows of queries and keys are permuted within heads of 16: row 1 was the first row of the second half.
     for letter in 'qk':
         _, values = found[f'blk.1.attn_{letter}.weight']
-        theirs = wanted[f'model.layers.1.self_attn.{letter}_proj.weight']
+        theirs = expected[f'model.layers.1.self_attn.{letter}_proj.weight']
         np.testing.assert_allclose(values[16:20], theirs[[16, 24, 17, 25]], atol=tolerance)
         assert np.abs(values - theirs).max() > 0.1
 
@@ -183,7 +183,7 @@ OLMO3 = model_keys(family='olmo3', num_layers=4, sliding_window=9)
 
 
 @pytest.mark.parametrize(
-    ('overrides', 'wanted'),
+    ('overrides', 'expected'),
     [
         (
             model_keys(family='granite'),
@@ -275,15 +275,15 @@ OLMO3 = model_keys(family='olmo3', num_layers=4, sliding_window=9)
     ],
     ids=lambda value: value.get('model__family'),
 )
-def test_keys_of_an_architecture(tmp_path, overrides, wanted):
+def test_keys_of_an_architecture(tmp_path, overrides, expected):
     make_workdir(tmp_path / 'run', overrides)
     export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     tensors, keys = read(tmp_path / 'model.gguf')
-    for key, value in wanted.items():
+    for key, value in expected.items():
         assert keys[key] == pytest.approx(value), key
     longrope = {name: values.tolist() for name, (_, values) in tensors.items() if name.startswith('rope_factors')}
     factors = {'rope_factors_long.weight': [2.0, 8.0], 'rope_factors_short.weight': [1.0, 1.5]}
-    assert longrope == (factors if 'phi3' in str(wanted) else {})
+    assert longrope == (factors if 'phi3' in str(expected) else {})
 
 
 def test_a_chat_template_and_its_end_of_turn(tmp_path):
@@ -347,7 +347,7 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('overrides', 'words'),
+    ('overrides', 'fragments'),
     [
         (MODELS['gpt2'], ['does not support gpt2 models']),
         (MODELS['mistral'], ['model.attention_pattern=S', 'sliding windows']),
@@ -385,17 +385,17 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
         ),
     ],
 )
-def test_unsupported_models(tmp_path, overrides, words):
+def test_unsupported_models(tmp_path, overrides, fragments):
     make_workdir(tmp_path / 'run', overrides)
-    refuse(tmp_path, *words)
+    refuse(tmp_path, *fragments)
 
 
-def refuse(folder, *words, output='model.gguf'):
+def refuse(folder, *fragments, output='model.gguf'):
     before = sorted(folder.iterdir())
     with pytest.raises(InputError) as info:
         export_gguf(str(folder / 'run'), str(folder / output), dtype='f16', show=False)
-    for word in words:
-        assert word in str(info.value)
+    for fragment in fragments:
+        assert fragment in str(info.value)
     assert '\n' not in str(info.value)
     assert sorted(folder.iterdir()) == before
 

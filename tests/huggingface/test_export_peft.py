@@ -52,8 +52,8 @@ def make_run(folder, family, targets=('*',), **overrides):
     return folder / 'run'
 
 
-def run(*words):
-    return exit_code(hf.main, [str(word) for word in words])
+def run(*arguments):
+    return exit_code(hf.main, [str(argument) for argument in arguments])
 
 
 def our_logits(workdir):
@@ -87,17 +87,17 @@ def test_peft_and_maxlm_compute_the_same(tmp_path, family, targets, capsys):
     arrays = load_file(adapter / 'adapter_model.safetensors')
     assert f'adapters of {sum(array.size for array in arrays.values()):,} parameters' in capsys.readouterr().out
     assert sorted(path.name for path in adapter.iterdir()) == ['adapter_config.json', 'adapter_model.safetensors']
-    wanted = our_logits(workdir)
+    expected = our_logits(workdir)
     # A global import would cost every worker three seconds.
     from peft import PeftModel
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype='float32')
     plain = their_logits(model)
-    np.testing.assert_allclose(their_logits(PeftModel.from_pretrained(model, adapter)), wanted, atol=1e-4)
+    np.testing.assert_allclose(their_logits(PeftModel.from_pretrained(model, adapter)), expected, atol=1e-4)
     model = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype='float32')
-    np.testing.assert_allclose(their_logits(model), wanted, atol=1e-4)
+    np.testing.assert_allclose(their_logits(model), expected, atol=1e-4)
     # Control: the adapters change the logits.
-    assert np.abs(plain - wanted).max() > 0.1
+    assert np.abs(plain - expected).max() > 0.1
 
 
 @pytest.fixture(scope='module')

@@ -23,10 +23,10 @@ WITH_EXPERTS = {
 }
 
 
-def gguf_arrays(wanted, names):
+def gguf_arrays(expected, names):
     """Returns the tensors of Transformers in the names and layouts of llama.cpp's conversion scripts."""
     experts, others = {}, {}
-    for name, array in wanted.items():
+    for name, array in expected.items():
         if match := re.fullmatch(r'(.*\.experts)\.(\d+)\.(\w+)\.weight', name):
             experts.setdefault(f'{match[1]}.{match[3]}.weight', []).append(array)
         elif name.endswith('kv_b_proj.weight'):
@@ -67,16 +67,16 @@ def test_each_tensor_of_models_with_experts_equals_the_export(tmp_path, name):
     done = export_gguf(str(tmp_path / 'run'), str(tmp_path / 'model.gguf'), dtype='f16', show=False)
     arch = next(key for key, kind in gguf.MODEL_ARCH_NAMES.items() if kind == done.kind)
     theirs = load_file(tmp_path / 'hf' / 'model.safetensors')
-    wanted = gguf_arrays(theirs, gguf.get_tensor_name_map(arch, 3))
+    expected = gguf_arrays(theirs, gguf.get_tensor_name_map(arch, 3))
     found, _ = read(tmp_path / 'model.gguf')
-    assert found.keys() == wanted.keys()
+    assert found.keys() == expected.keys()
     assert done.parameters == sum(array.size for array in theirs.values())
     for tensor, (kind, values) in found.items():
         # Rows of queries and keys of Mixtral are permuted as those of Llama.
         if name == 'mixtral' and ('attn_q' in tensor or 'attn_k' in tensor):
             continue
-        assert values.shape == wanted[tensor].shape, tensor
-        np.testing.assert_allclose(values, wanted[tensor], atol=1e-3, err_msg=tensor)
+        assert values.shape == expected[tensor].shape, tensor
+        np.testing.assert_allclose(values, expected[tensor], atol=1e-3, err_msg=tensor)
         needs_float32 = values.ndim == 1 or 'ffn_gate_inp' in tensor or tensor.endswith('.bias')
         assert kind == ('F32' if needs_float32 else 'F16'), tensor
     gates, ups = (found[f'blk.1.ffn_{kind}_exps.weight'][1] for kind in ('gate', 'up'))

@@ -1,4 +1,4 @@
-"""Tests the model card: the facts of the run, no paths, reproducible text."""
+"""Tests the model card: the properties of the run, no paths, reproducible text."""
 
 import json
 from pathlib import Path

@@ -148,22 +148,22 @@ def test_adapters_of_a_module_are_merged(tmp_path):
         arrays = arrays_of(export(tmp_path / workdir, tmp_path / f'{workdir}_hf'))
         outputs.append(arrays['model.layers.2.self_attn.o_proj.weight'])
     lora_a, lora_b = (adapters[f'mtp.block.attention.out.{name}'][0] for name in ('lora_a', 'lora_b'))
-    wanted = 4 * np.tensordot(lora_a, lora_b, axes=1).reshape(-1, len(outputs[0])).T
-    np.testing.assert_allclose(outputs[1] - outputs[0], wanted, atol=1e-5)
-    assert np.abs(wanted).max() > 0.1
+    expected = 4 * np.tensordot(lora_a, lora_b, axes=1).reshape(-1, len(outputs[0])).T
+    np.testing.assert_allclose(outputs[1] - outputs[0], expected, atol=1e-5)
+    assert np.abs(expected).max() > 0.1
 
 
 def test_another_head_is_logged(checkpoint, tmp_path, capsys):
     directory = checkpoint.write(tmp_path / 'theirs')
     with Console():
-        wanted = import_(directory, tmp_path / 'wanted')[1]
+        expected = import_(directory, tmp_path / 'wanted')[1]
     assert 'differs' not in capsys.readouterr().out
     arrays = checkpoint.arrays | {HEAD: checkpoint.arrays[HEAD] + 1}
     save_file(arrays, directory / 'model.safetensors')
     with Console():
         found = import_(directory, tmp_path / 'found')[1]
     assert f'tensor {HEAD} differs from lm_head.weight' in capsys.readouterr().out
-    assert_same(found, wanted)
+    assert_same(found, expected)
 
 
 def test_files_without_modules_and_copies(checkpoint, tmp_path, capsys):

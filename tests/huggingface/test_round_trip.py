@@ -66,9 +66,9 @@ def arrays_of(directory):
     return {name: array for path in directory.glob('*.safetensors') for name, array in load_file(path).items()}
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
         assert found[name].dtype == array.dtype
         assert found[name].tobytes() == array.tobytes(), name
 
@@ -222,7 +222,7 @@ class Saved(NamedTuple):
     # A string, because evaluating the annotation takes three seconds at import.
     model: 'transformers.PreTrainedModel'
     directory: Path
-    wanted: dict[str, np.ndarray]
+    expected: dict[str, np.ndarray]
 
     def copy_to(self, folder):
         shutil.copytree(self.directory, folder / 'theirs')
@@ -244,11 +244,11 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize('name', ONE_OF_EACH)
 def test_the_prefix_of_the_base_model_may_be_missing(tmp_path, saved, name):
     saved(name).copy_to(tmp_path)
-    model, wanted = saved(name).model, saved(name).wanted
+    model, expected = saved(name).model, saved(name).expected
     prefix = PREFIXES[model.config.model_type]
     rewrite(tmp_path / 'theirs', lambda arrays: {name.removeprefix(prefix): array for name, array in arrays.items()})
     assert prefix not in ' '.join(arrays_of(tmp_path / 'theirs'))
-    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), expected)
 
 
 BUFFERS = {
@@ -265,11 +265,11 @@ BUFFERS = {
 @pytest.mark.parametrize('name', BUFFERS)
 def test_buffers_of_old_versions_are_ignored(tmp_path, saved, name):
     saved(name).copy_to(tmp_path)
-    wanted = saved(name).wanted
+    expected = saved(name).expected
     # No parameter may have this dtype.
     extra = {buffer: np.ones(shape, np.uint8) for buffer, shape in BUFFERS[name].items()}
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, **extra})
-    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), expected)
     # Control: the pattern matches the complete name.
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, next(iter(extra)) + '2': np.ones(1, np.float32)})
     with pytest.raises(InputError, match=re.escape(next(iter(extra)) + '2')):
@@ -278,18 +278,18 @@ def test_buffers_of_old_versions_are_ignored(tmp_path, saved, name):
 
 def test_a_neox_head_under_the_common_name(tmp_path, saved):
     saved('neox').copy_to(tmp_path)
-    model, wanted = saved('neox').model, saved('neox').wanted
+    model, expected = saved('neox').model, saved('neox').expected
     assert 'embed_out.weight' in state_in_file(model)
     rewrite(tmp_path / 'theirs', lambda arrays: {name.replace('embed_out', 'lm_head'): a for name, a in arrays.items()})
-    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), expected)
 
 
 def test_a_tied_head_may_be_present_if_it_equals_the_embedding(tmp_path):
     save('llama one key head, tied', tmp_path / 'theirs')
     assert 'lm_head.weight' not in arrays_of(tmp_path / 'theirs')
-    wanted = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
+    expected = parameters_of(import_(tmp_path / 'theirs', tmp_path / 'wanted'))
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, 'lm_head.weight': arrays['model.embed_tokens.weight']})
-    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), wanted)
+    assert_same(parameters_of(import_(tmp_path / 'theirs', tmp_path / 'found')), expected)
     again = export(tmp_path / 'found', tmp_path / 'again')
     assert 'lm_head.weight' not in arrays_of(again)
     rewrite(tmp_path / 'theirs', lambda arrays: {**arrays, 'lm_head.weight': arrays['lm_head.weight'] + 1})

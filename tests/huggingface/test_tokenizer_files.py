@@ -284,7 +284,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
         config['chat_template'] = TEMPLATE if place == 'config' else listed
     (model_directory / 'tokenizer_config.json').write_text(json.dumps(config))
     messages = [{'role': 'user', 'content': 'a b'}]
-    wanted = transformers.AutoTokenizer.from_pretrained(model_directory).apply_chat_template(
+    expected = transformers.AutoTokenizer.from_pretrained(model_directory).apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
     files, remark, _ = files_for_import(model_directory)
@@ -294,7 +294,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
     for name, content in files.items():
         (workdir / name).write_bytes(content)
     chat = ChatEncoder.load(workdir)
-    assert chat.tokenizer.decode(chat.encode_prompt(messages)) == wanted == '<|im_start|>user:a b<|im_end|>assistant:'
+    assert chat.tokenizer.decode(chat.encode_prompt(messages)) == expected == '<|im_start|>user:a b<|im_end|>assistant:'
     assert chat.end_of_turn == END_OF_TURN
     # The import is exported again.
     output = tmp_path / 'again'
@@ -303,7 +303,7 @@ def test_an_import_keeps_a_template_with_its_variables(model_directory, tmp_path
         (output / name).write_bytes(content)
     (output / 'config.json').write_text(json.dumps(to_config(random_model('llama', 0), 'llama')))
     again = transformers.AutoTokenizer.from_pretrained(output)
-    assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == wanted
+    assert again.apply_chat_template(messages, add_generation_prompt=True, tokenize=False) == expected
 
 
 def test_an_unusable_template_is_kept_unchanged(model_directory):

@@ -175,10 +175,10 @@ def logits_of(loaded):
 
 @pytest.mark.parametrize('kind', LIMITS)
 def test_logits_stay_near(kind, stored, logits_of):
-    run, wanted = logits_of
+    run, expected = logits_of
 
     def error(model):
-        return np.sqrt(np.mean((run(model) - wanted) ** 2)) / np.sqrt(np.mean(wanted**2))
+        return np.sqrt(np.mean((run(model) - expected) ** 2)) / np.sqrt(np.mean(expected**2))
 
     assert ERRORS[kind] / 10 < error(stored[kind]) < ERRORS[kind]
     assert error(with_moved_codes(stored[kind])) > 1.5 * ERRORS['int4']
@@ -199,10 +199,10 @@ def test_experts(kind, tmp_path):
         graph, _ = nnx.split(abstract_model(model.config, model.layout))
         return np.asarray(jax.jit(lambda params: logits(graph, params, tokens))(model.params))
 
-    wanted, found = run(plain, tokens), run(stored, tokens)
+    expected, found = run(plain, tokens), run(stored, tokens)
 
     def error(found):
-        return np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+        return np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2))
 
     # Rounding changes the selected experts of a few tokens.
     assert error(found) < 2 * ERRORS[kind] < error(run(with_moved_codes(stored), tokens))
@@ -259,10 +259,10 @@ def test_an_export_contains_the_dequantized_kernels(quantized, stored, tmp_path)
     codes = params['blocks.feedforward.up.kernel_codes'][1]
     scales = params['blocks.feedforward.up.kernel_scales'][1].astype(np.float32)
     halves = np.stack([codes & 15, codes >> 4], axis=1).astype(np.int64).reshape(weight.shape)
-    wanted = (halves - 16 * (halves > 7)) * np.repeat(scales, weight.shape[0] // len(scales), axis=0)
-    assert np.array_equal(weight, wanted)
+    expected = (halves - 16 * (halves > 7)) * np.repeat(scales, weight.shape[0] // len(scales), axis=0)
+    assert np.array_equal(weight, expected)
     # Control: the other layer differs.
-    assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, wanted)
+    assert not np.array_equal(exported['model.layers.0.mlp.up_proj.weight'].T, expected)
 
 
 def test_files_of_the_run_are_copied(plain, tmp_path):
@@ -277,11 +277,11 @@ def test_files_of_the_run_are_copied(plain, tmp_path):
     assert sorted(path.name for path in (done.workdir / 'checkpoints').iterdir()) == [str(STEPS)]
 
 
-def refuse(words, function):
+def refuse(fragments, function):
     with pytest.raises(InputError) as info:
         function()
-    for word in words:
-        assert word in str(info.value)
+    for fragment in fragments:
+        assert fragment in str(info.value)
     assert '\n' not in str(info.value)
 
 

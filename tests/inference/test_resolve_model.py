@@ -42,7 +42,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ('given', 'step', 'words'),
+    ('given', 'step', 'fragments'),
     [
         ('run', 2, 'serving step 2, which has the lowest validation loss'),
         ('run/', 2, 'serving step 2, which has the lowest validation loss'),
@@ -52,10 +52,10 @@ def made(tmp_path_factory):
         ('unknown', 2, 'serving the newest, step 2'),
     ],
 )
-def test_a_workdir(made, given, step, words, capsys):
+def test_a_workdir(made, given, step, fragments, capsys):
     with Console(), resolved_checkpoint(f'{made}/{given}') as checkpoint:
         assert find_local_step(checkpoint).name == str(step)
-    assert words in capsys.readouterr().out
+    assert fragments in capsys.readouterr().out
     assert default_model_name(f'{made}/{given}') in ('run', 'unknown')
 
 
@@ -85,10 +85,10 @@ def test_paths_without_a_model(made, tmp_path):
     shutil.copytree(made / 'run', tmp_path / 'damaged')
     shutil.rmtree(tmp_path / 'damaged' / CHECKPOINTS_DIR)
     (tmp_path / 'damaged' / 'model.safetensors').write_bytes(b'x')
-    for given, words in [
+    for given, fragments in [
         (f'{made}/nowhere', 'no checkpoint in'),
         (str(tmp_path / 'damaged'), 'config.json'),
     ]:
-        with pytest.raises(InputError, match=words) as info, resolved_checkpoint(given):
+        with pytest.raises(InputError, match=fragments) as info, resolved_checkpoint(given):
             pass
         assert '--input' not in str(info.value)

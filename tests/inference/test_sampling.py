@@ -158,7 +158,7 @@ def test_ids_are_int32():
 
 
 @pytest.mark.parametrize(
-    ('values', 'words'),
+    ('values', 'fragments'),
     [
         ({'temperature': -0.1}, 'temperature=-0.1: must be at least 0'),
         ({'temperature': float('nan')}, 'temperature=nan'),
@@ -174,8 +174,8 @@ def test_ids_are_int32():
         ({'frequency_penalty': float('-inf')}, 'frequency_penalty=-inf'),
     ],
 )
-def test_values_out_of_range(values, words):
-    with pytest.raises(InputError, match=words):
+def test_values_out_of_range(values, fragments):
+    with pytest.raises(InputError, match=fragments):
         Sampling(**values)
 
 

@@ -20,9 +20,9 @@ def loss_and_gradients(config, **changes):
     return lambda params: jax.device_get(run(params))
 
 
-def assert_same(found, wanted):
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[1], wanted[1])
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[1], expected[1])
 
 
 def test_scanned_layers_equal_unrolled_layers():
@@ -30,11 +30,11 @@ def test_scanned_layers_equal_unrolled_layers():
     config = small_config(model__num_layers=5, model__attention_pattern='SL', model__sliding_window=3)
     params = random_params(config)
     looped, unrolled = loss_and_gradients(config), loss_and_gradients(config, scan_layers=False)
-    wanted = unrolled(params)
-    assert_same(looped(params), wanted)
+    expected = unrolled(params)
+    assert_same(looped(params), expected)
     # Negative control: the order of layers matters.
     swapped = {**params, 'blocks': jax.tree.map(lambda x: x[::-1], params['blocks'])}
-    assert abs(looped(swapped)[0] / wanted[0] - 1) > 1e-3
+    assert abs(looped(swapped)[0] / expected[0] - 1) > 1e-3
 
 
 @pytest.fixture(scope='module')
@@ -46,14 +46,14 @@ def plain():
 
 @pytest.mark.parametrize('remat', ['dots', 'dots_no_batch', 'full'])
 def test_remat_changes_nothing(remat, plain):
-    config, params, wanted = plain
-    assert_same(loss_and_gradients(config, remat_policy=remat)(params), wanted)
+    config, params, expected = plain
+    assert_same(loss_and_gradients(config, remat_policy=remat)(params), expected)
 
 
 @pytest.mark.nightly
 def test_remat_changes_nothing_of_unrolled_layers(plain):
-    config, params, wanted = plain
-    assert_same(loss_and_gradients(config, remat_policy='full', scan_layers=False)(params), wanted)
+    config, params, expected = plain
+    assert_same(loss_and_gradients(config, remat_policy='full', scan_layers=False)(params), expected)
 
 
 def test_dropout_needs_a_key_and_depends_on_it():

@@ -206,8 +206,8 @@ def test_gathered_parameter_has_a_sharded_gradient(zero, is_split):
     w_DF = jax.device_put(rng.normal(size=(32, 16)).astype(np.float32), layout.named(*axes))
 
     gradient = jax.jit(jax.grad(lambda w_DF: jnp.sum(jnp.square(x_BD @ layout.gathered(w_DF, axes)))))(w_DF)
-    wanted = 2 * np.asarray(x_BD).T @ (np.asarray(x_BD) @ np.asarray(w_DF))
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-3)
+    expected = 2 * np.asarray(x_BD).T @ (np.asarray(x_BD) @ np.asarray(w_DF))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-3)
     shapes = {shard.data.shape for shard in gradient.addressable_shards}
     assert shapes == ({(8, 16)} if is_split else {(32, 16)})
     # The parameter is complete where it is used, whether it is stored in shards or not.
@@ -244,11 +244,11 @@ def test_indivisible_vocabulary_is_padded_only_in_use(zero, gradient_parts):
     abstract = abstract_state(config, layout)
     # The state has the shapes of a single device. Devices of the vocabulary axis split the width.
     one_device = small_config(model__vocab_size=61, model__family='llama')
-    shapes, wanted = (
+    shapes, expected = (
         jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (state.params, state.opt_state))
         for state in (abstract, abstract_state(one_device, small_layout(one_device)))
     )
-    assert shapes == wanted
+    assert shapes == expected
     kernel, axes = abstract.params['head']['kernel'], ('embed', 'vocab')
     assert kernel.sharding.shard_shape(kernel.shape) == (32 // 8, 61)
     rng = np.random.default_rng(0)

@@ -23,7 +23,7 @@ def test_no_warning_about_the_work_of_the_formula(forecast):
 
 
 @pytest.mark.parametrize(
-    ('change', 'words'),
+    ('change', 'fragments'),
     [
         (lambda f: {'work': f.work._replace(flops=1.2 * f.work.flops)}, ['20% more operations', 'model.remat_policy']),
         (
@@ -41,10 +41,10 @@ def test_no_warning_about_the_work_of_the_formula(forecast):
     ],
     ids=['operations', 'traffic', 'rematerialization', 'memory'],
 )
-def test_each_excess_has_a_warning(forecast, change, words):
+def test_each_excess_has_a_warning(forecast, change, fragments):
     (warning,) = program_warnings(forecast._replace(**change(forecast)))
-    for word in words:
-        assert word in warning
+    for fragment in fragments:
+        assert fragment in warning
 
 
 def test_a_table_lists_the_kernels_of_the_program(forecast):

@@ -101,12 +101,12 @@ def test_larger_settings_are_slower():
     assert base.time.total / 4.2 < more.time.total < base.time.total / 2
 
 
-@pytest.mark.parametrize(('spec', 'wanted'), [('h100:1', 'bfloat16'), ('v4:2x2x1', 'bfloat16'), ('v100:1', 'float16')])
-def test_a_faster_dtype_is_named(spec, wanted):
+@pytest.mark.parametrize(('spec', 'name'), [('h100:1', 'bfloat16'), ('v4:2x2x1', 'bfloat16'), ('v100:1', 'float16')])
+def test_a_faster_dtype_is_named(spec, name):
     on = machine(spec)
     slow = estimate(resolved('1b.py', on, 'model.dtype=float32'), on)
     dtype, seconds = faster_dtype(slow)
-    assert dtype == wanted
+    assert dtype == name
     # The figure is that of a plan with the dtype.
     assert seconds == pytest.approx(estimate(resolved('1b.py', on, f'model.dtype={dtype}'), on).time.total)
     assert seconds < 0.9 * slow.time.total

@@ -88,8 +88,8 @@ def test_installed_before_the_plan(cache, pip, capfd):
     assert exit_code(plan.main, [OPTION, '--target=h100:8']) == EXIT_BAD_INPUT
     assert '--config' in capfd.readouterr().err
     assert not cache.exists()
-    words = ['--config=configs/1b.py', '--target=h100:8', '--estimate', '--json']
-    assert exit_code(plan.main, [OPTION, *words]) == EXIT_DONE
+    arguments = ['--config=configs/1b.py', '--target=h100:8', '--estimate', '--json']
+    assert exit_code(plan.main, [OPTION, *arguments]) == EXIT_DONE
     assert capfd.readouterr().out.startswith('{')
     assert len(list(cache.iterdir())) == 1
 

@@ -43,7 +43,7 @@ def test_a_figure_of_scaling(rows, tmp_path):
 
 
 def test_the_contents_of_the_scaling_figure(rows):
-    speed, share = scaling_figure(rows, '').axes
+    speed, mfu = scaling_figure(rows, '').axes
     labels = [text.get_text() for text in speed.get_legend().get_texts()]
     assert labels == ['weak: batch grows with devices', 'strong: fixed batch', 'ideal']
     lines = {line.get_label(): line for line in speed.lines}
@@ -53,17 +53,17 @@ def test_the_contents_of_the_scaling_figure(rows):
     ideal = lines['ideal'].get_ydata()
     assert ideal[1] / ideal[0] == pytest.approx(4096 / 8)
     assert [tick.get_text() for tick in speed.get_xticklabels()] == ['4 096', '64', '32', '16', '8']
-    assert (speed.get_xscale(), speed.get_yscale(), share.get_yscale()) == ('log', 'log', 'linear')
-    assert share.get_ylim()[0] == 0
-    assert all(axes.get_title(loc='left') and axes.get_xlabel() for axes in (speed, share))
+    assert (speed.get_xscale(), speed.get_yscale(), mfu.get_yscale()) == ('log', 'log', 'linear')
+    assert mfu.get_ylim()[0] == 0
+    assert all(axes.get_title(loc='left') and axes.get_xlabel() for axes in (speed, mfu))
 
 
 def test_layouts_that_do_not_fit_have_hollow_markers(rows):
-    def words(shown):
+    def texts(shown):
         return [text.get_text() for text in scaling_figure(shown, '').axes[0].get_legend().get_texts()]
 
-    assert 'does not fit' not in words(rows)
-    assert 'does not fit' in words([row._replace(fits=row.num_devices > 8) for row in rows])
+    assert 'does not fit' not in texts(rows)
+    assert 'does not fit' in texts([row._replace(fits=row.num_devices > 8) for row in rows])
 
 
 def test_the_contents_of_the_budget_figure(plan):

@@ -122,17 +122,17 @@ def test_each_process_scores_its_share(monkeypatch):
     with RewardScorer('numeric') as scorer:
         expected = gather_scores(scorer.score(texts[scored_rows(5)], tasks[scored_rows(5)]), 5)
         assert expected.rewards.tolist() == [1, 1, 0, 0, 0]
-        shares = []
+        scores = []
         monkeypatch.setattr(jax, 'process_count', lambda: 2)
         for process in range(2):
             monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
             monkeypatch.setattr(
                 'maxlm.rl.rollout_batch.multihost_utils',
-                types.SimpleNamespace(process_allgather=lambda tree, tiled: shares.append(tree) or tree),
+                types.SimpleNamespace(process_allgather=lambda tree, tiled: scores.append(tree) or tree),
             )
             gather_scores(scorer.score(texts[scored_rows(5)], tasks[scored_rows(5)]), 5)
-    assert [len(share.rewards) for share in shares] == [3, 3]
-    assert [*shares[0].rewards, *shares[1].rewards][:5] == expected.rewards.tolist()
+    assert [len(each.rewards) for each in scores] == [3, 3]
+    assert [*scores[0].rewards, *scores[1].rewards][:5] == expected.rewards.tolist()
 
 
 def test_truncated_response_fits():

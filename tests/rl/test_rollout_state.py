@@ -16,5 +16,5 @@ def test_the_arrays_of_a_rollout_are_complete():
     restored = Rollout.from_arrays(rollout.to_arrays())
     assert restored[:2] == (3, 7)
     assert restored.ended - restored.began == 0.5
-    for found, wanted in zip(restored.responses, rollout.responses, strict=True):
-        np.testing.assert_array_equal(found, wanted[:, :3] if np.ndim(wanted) == 2 else wanted)
+    for found, expected in zip(restored.responses, rollout.responses, strict=True):
+        np.testing.assert_array_equal(found, expected[:, :3] if np.ndim(expected) == 2 else expected)

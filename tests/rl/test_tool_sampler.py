@@ -99,9 +99,9 @@ def test_continuations_equal_samples_of_the_complete_text(sampled):
     for row in continued[:3]:
         start = responses.last_turns[row]
         text = [*PROMPTS[row // SAMPLES], *responses.tokens_BR[row, :start].tolist()]
-        wanted = responses.tokens_BR[row, start : start + 2].tolist()
+        expected = responses.tokens_BR[row, start : start + 2].tolist()
         found = alone(params, [text], seed=0, first_row=8 + int(row))
-        assert found.tokens_BR[0].tolist() == wanted
+        assert found.tokens_BR[0].tolist() == expected
         assert np.abs(found.log_probs_BR[0] - responses.log_probs_BR[row, start : start + 2]).max() < 1e-4
 
 

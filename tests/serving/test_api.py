@@ -282,7 +282,7 @@ TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
 
 
 @pytest.mark.parametrize(
-    ('kind', 'settings', 'param', 'words'),
+    ('kind', 'settings', 'param', 'fragments'),
     [
         ('chat', {'temperature': -1}, 'temperature', 'greater than or equal to 0'),
         ('chat', {'temperature': 1e-9}, 'temperature', '0.001'),
@@ -354,10 +354,10 @@ TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
         ('completion', {'logprobs': 21}, 'logprobs', 'less than or equal to 20'),
     ],
 )
-def test_bad_requests(ask, kind, settings, param, words):
+def test_bad_requests(ask, kind, settings, param, fragments):
     error = refused(openai.BadRequestError, 400, lambda: ask(kind, **settings))
     assert (error.param, error.type) == (param, 'invalid_request_error')
-    assert words in error.body['message']
+    assert fragments in error.body['message']
 
 
 def test_parameters_without_effect_are_accepted(ask):

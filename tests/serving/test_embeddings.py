@@ -63,7 +63,7 @@ def test_forms_of_inputs_and_encodings(post, given, encoding):
 
 
 @pytest.mark.parametrize(
-    ('body', 'status', 'param', 'words'),
+    ('body', 'status', 'param', 'fragments'),
     [
         ({}, 400, 'input', 'required'),
         ({'input': ''}, 400, 'input', 'has 0 tokens'),
@@ -80,10 +80,10 @@ def test_forms_of_inputs_and_encodings(post, given, encoding):
         ({'input': 'a', 'model': 'other'}, 404, 'model', 'not available'),
     ],
 )
-def test_bad_embedding_requests(post, body, status, param, words):
+def test_bad_embedding_requests(post, body, status, param, fragments):
     found, answer = post('/v1/embeddings', **body)
     assert (found, answer['error']['param']) == (status, param)
-    assert words in answer['error']['message']
+    assert fragments in answer['error']['message']
 
 
 def test_a_full_context_can_be_embedded(post, engine):
@@ -213,7 +213,7 @@ def test_options_of_the_chat_template(post, client):
 
 @pytest.mark.parametrize('path', ['/tokenize', '/v1/chat/completions'])
 @pytest.mark.parametrize(
-    ('body', 'param', 'words'),
+    ('body', 'param', 'fragments'),
     [
         ({'add_generation_prompt': True, 'continue_final_message': True}, 'continue_final_message', 'set one'),
         ({'chat_template_kwargs': {'messages': []}}, 'chat_template_kwargs', 'messages: cannot be set'),
@@ -222,10 +222,10 @@ def test_options_of_the_chat_template(post, client):
         ({'continue_final_message': 'yes'}, 'continue_final_message', 'boolean'),
     ],
 )
-def test_bad_options_of_the_chat_template(post, path, body, param, words):
+def test_bad_options_of_the_chat_template(post, path, body, param, fragments):
     status, answer = post(path, messages=[{'role': 'user', 'content': 'a'}], **body)
     assert (status, answer['error']['param']) == (400, param)
-    assert words in answer['error']['message']
+    assert fragments in answer['error']['message']
 
 
 def test_detokenize_inverts_tokenize(post):
@@ -236,7 +236,7 @@ def test_detokenize_inverts_tokenize(post):
 
 
 @pytest.mark.parametrize(
-    ('path', 'body', 'param', 'words'),
+    ('path', 'body', 'param', 'fragments'),
     [
         ('/tokenize', {}, 'prompt', 'either prompt or messages'),
         ('/tokenize', {'prompt': 'a', 'messages': [{'role': 'user', 'content': 'a'}]}, 'prompt', 'either'),
@@ -250,10 +250,10 @@ def test_detokenize_inverts_tokenize(post):
         ('/detokenize', {}, 'tokens', 'required'),
     ],
 )
-def test_bad_tokenization_requests(post, path, body, param, words):
+def test_bad_tokenization_requests(post, path, body, param, fragments):
     status, answer = post(path, **body)
     assert (status, answer['error']['param']) == (400, param)
-    assert words in answer['error']['message']
+    assert fragments in answer['error']['message']
 
 
 def test_the_key_is_required():

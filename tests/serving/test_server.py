@@ -159,13 +159,13 @@ def test_listening_addresses():
     with bind('0.0.0.0', 0) as everywhere:
         assert not is_loopback(everywhere)
         assert server_url(everywhere).startswith('http://127.0.0.1:')
-    for host, port, words in [
+    for host, port, fragments in [
         ('256.0.0.1', 0, 'choose another'),
         ('192.0.2.1', 0, 'choose another'),
         ('127.0.0.1', 65_536, 'must be from 0 to 65535'),
         ('127.0.0.1', -1, 'must be from 0 to 65535'),
     ]:
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=fragments):
             bind(host, port)
 
 

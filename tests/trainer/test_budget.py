@@ -17,7 +17,7 @@ class Run:
 
     STARTUP = 1800.0
 
-    def __init__(self, *, evaluation_share=0.0, agree=None, slow=1.0, **settings):
+    def __init__(self, *, evaluation_fraction=0.0, agree=None, slow=1.0, **settings):
         self.config = small_config(train__price_per_hour=2.0, **settings)
         self.now = 100.0
         self.steps, self.seconds, self.pauses = 0, 0.0, {}
@@ -28,7 +28,7 @@ class Run:
             began=self.now,
             throughput=self,
             num_devices=4,
-            evaluation_share=evaluation_share,
+            evaluation_fraction=evaluation_fraction,
             clock=lambda: self.now,
             agree=agree or self.broadcast,
         )
@@ -81,16 +81,16 @@ def test_budget_is_met_with_few_clock_reads():
     assert 2.0 <= decisions.hours < 2.0 + 90 / 3600
 
 
-@pytest.mark.parametrize('evaluation_share', [0.0, 0.25])
-def test_first_length_is_computed_from_measured_steps(evaluation_share):
+@pytest.mark.parametrize('evaluation_fraction', [0.0, 0.25])
+def test_first_length_is_computed_from_measured_steps(evaluation_fraction):
     settings = {'train__num_steps': 0, 'train__hours': 2.0, 'eval__interval': 40, 'checkpoint__save_interval_steps': 0}
-    run = Run(evaluation_share=evaluation_share, **settings)
+    run = Run(evaluation_fraction=evaluation_fraction, **settings)
     assert run.train(24)[1].num_steps == 0
-    run = Run(evaluation_share=evaluation_share, **settings)
+    run = Run(evaluation_fraction=evaluation_fraction, **settings)
     _, decisions = run.train(25)
     # The planned time is 99 % of the budget minus startup, five slow steps and twenty normal steps.
     left = 0.99 * 7200 - 1800 - 50 - 20
-    assert decisions.num_steps == pytest.approx(25 + left / (1 + evaluation_share), abs=10)
+    assert decisions.num_steps == pytest.approx(25 + left / (1 + evaluation_fraction), abs=10)
     assert decisions.planned_step == 25
     assert run.train(10, decisions, start=25)[1].num_steps == decisions.num_steps
 
@@ -123,7 +123,7 @@ class Attempts:
             began=3600 * self.decisions.hours,
             throughput=self,
             num_devices=4,
-            evaluation_share=self.EVALUATION / (100 * self.step_seconds(0)),
+            evaluation_fraction=self.EVALUATION / (100 * self.step_seconds(0)),
             save_seconds=lambda: 2 * self.pauses.get('save', 0.0),
             clock=lambda: self.now,
             agree=self.broadcast,

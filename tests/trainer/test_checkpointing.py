@@ -71,17 +71,17 @@ def start(data, capsys, monkeypatch):
         abstract = abstract_state(config, layout)
         check_init_from(config, abstract.params, workdir)
         capsys.readouterr()
-        with Console(), Checkpoints(workdir, max_to_keep=3) as checkpoints:
+        with Console(), Checkpoints(workdir, max_to_keep=3) as manager:
             state, *_ = restore_or_initialize(
                 config,
                 tokenizer=data.tokenizer_path,
                 layout=layout,
                 abstract=abstract,
-                checkpoints=checkpoints,
-                facts=FACTS,
+                manager=manager,
+                fingerprint=FACTS,
             )
         placed = jax.tree.map(
-            lambda leaf, wanted: leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim), state, abstract
+            lambda leaf, expected: leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim), state, abstract
         )
         assert all(jax.tree.leaves(placed))
         return state, capsys.readouterr().out

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from maxlm.hardware.chips import Peak
 from maxlm.log import logger
-from maxlm.trainer.metric_logger import Reporter
+from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import BadSteps
 from maxlm.training.flops import TokenFlops
@@ -30,22 +30,22 @@ class Lines(dict):
         self[step] = values
 
 
-def make_reporter(**settings):
+def make_metric_logger(**settings):
     throughput = Throughput(
         tokens_per_step=1, flops=TokenFlops(causal=1, full=1), peak=Peak(1.0, 'by hand'), num_devices=1
     )
     throughput.start()
-    return Reporter(
+    return MetricLogger(
         small_config(**settings), throughput=throughput, bar=tqdm(disable=True), windows_per_epoch=1, sources=None
     )
 
 
 @pytest.fixture
-def reporter():
+def metric_logger():
     # No step is logged with this interval.
-    reporter = make_reporter(train__log_every=1000, train__num_steps=1000)
-    reporter.begin(0, writer=None, skipped=3, best_loss=math.inf)
-    return reporter
+    metric_logger = make_metric_logger(train__log_every=1000, train__num_steps=1000)
+    metric_logger.begin(0, writer=None, skipped=3, best_loss=math.inf)
+    return metric_logger
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def messages(monkeypatch):
     return found
 
 
-def skips_in_a_row(reporter, history):
+def skips_in_a_row(metric_logger, history):
     for step, metrics in enumerate(history, start=1):
-        reporter.submit(step, {'param_norm': 1.0, **metrics}, data_wait=0.0)
-    reporter.flush()
-    return reporter.bad_steps.in_a_row
+        metric_logger.submit(step, {'param_norm': 1.0, **metrics}, data_wait=0.0)
+    metric_logger.flush()
+    return metric_logger.bad_steps.in_a_row
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def skips_in_a_row(reporter, history):
         ([SPIKE, GOOD, SPIKE], 1),
     ],
 )
-def test_overflows_do_not_count_as_divergence(reporter, history, in_a_row):
-    assert skips_in_a_row(reporter, history) == in_a_row
+def test_overflows_do_not_count_as_divergence(metric_logger, history, in_a_row):
+    assert skips_in_a_row(metric_logger, history) == in_a_row
 
 
-def test_skipped_steps_are_counted_and_logged_by_reason(reporter, messages):
-    skips_in_a_row(reporter, [OVERFLOW, GOOD, DIVERGED, SPIKE])
+def test_skipped_steps_are_counted_and_logged_by_reason(metric_logger, messages):
+    skips_in_a_row(metric_logger, [OVERFLOW, GOOD, DIVERGED, SPIKE])
     assert messages == [
         ('INFO', 'step 1 skipped: its gradient overflowed; the loss scale is halved'),
         # The total includes three skipped steps of earlier attempts.
@@ -112,22 +112,22 @@ def test_skipped_steps_are_counted_and_logged_by_reason(reporter, messages):
         ([DIVERGED, GOOD], BadSteps()),
     ],
 )
-def test_bad_steps_are_identified(reporter, history, expected):
-    skips_in_a_row(reporter, history)
-    assert reporter.bad_steps == expected
+def test_bad_steps_are_identified(metric_logger, history, expected):
+    skips_in_a_row(metric_logger, history)
+    assert metric_logger.bad_steps == expected
 
 
-def test_bad_steps_are_reset_after_a_rollback(reporter):
+def test_bad_steps_are_reset_after_a_rollback(metric_logger):
     for step in (1, 2, 3):
-        reporter.submit(step, DIVERGED, data_wait=0.0)
-    assert reporter.bad_steps == BadSteps(1, 2, 2)
-    reporter.begin(1, writer=None, skipped=3, best_loss=2.0)
+        metric_logger.submit(step, DIVERGED, data_wait=0.0)
+    assert metric_logger.bad_steps == BadSteps(1, 2, 2)
+    metric_logger.begin(1, writer=None, skipped=3, best_loss=2.0)
     # Step 3 was in progress and no longer belongs to the run.
-    reporter.flush()
-    assert reporter.bad_steps == BadSteps()
-    reporter.submit(2, DIVERGED, data_wait=0.0)
-    reporter.flush()
-    assert reporter.bad_steps == BadSteps(2, 2, 1)
+    metric_logger.flush()
+    assert metric_logger.bad_steps == BadSteps()
+    metric_logger.submit(2, DIVERGED, data_wait=0.0)
+    metric_logger.flush()
+    assert metric_logger.bad_steps == BadSteps(2, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_bad_steps_are_reset_after_a_rollback(reporter):
         ({'param_norm': math.nan}, False),
     ],
 )
-def test_is_finite_reflects_the_last_step(reporter, last, is_finite):
-    skips_in_a_row(reporter, [{**DIVERGED}, {**GOOD, **last}])
-    assert reporter.is_finite is is_finite
+def test_is_finite_reflects_the_last_step(metric_logger, last, is_finite):
+    skips_in_a_row(metric_logger, [{**DIVERGED}, {**GOOD, **last}])
+    assert metric_logger.is_finite is is_finite
 
 
-def submitted(reporter, first, history):
+def submitted(metric_logger, first, history):
     for step, metrics in enumerate(history, start=first):
-        reporter.submit(step, {'param_norm': 1.0, 'learning_rate': 0.1, **metrics}, data_wait=0.0)
-    reporter.flush()
+        metric_logger.submit(step, {'param_norm': 1.0, 'learning_rate': 0.1, **metrics}, data_wait=0.0)
+    metric_logger.flush()
 
 
 def maxima(values):
@@ -157,9 +157,9 @@ def maxima(values):
 
 
 def test_maxima_over_the_steps_since_the_previous_line():
-    reporter, lines = make_reporter(train__log_every=3, train__num_steps=8), Lines()
-    reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
-    submitted(reporter, 1, [GOOD, SPIKE, GOOD, {**GOOD, 'loss': 2.0}, GOOD, GOOD, GOOD, {**GOOD, 'loss': 0.5}])
+    metric_logger, lines = make_metric_logger(train__log_every=3, train__num_steps=8), Lines()
+    metric_logger.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+    submitted(metric_logger, 1, [GOOD, SPIKE, GOOD, {**GOOD, 'loss': 2.0}, GOOD, GOOD, GOOD, {**GOOD, 'loss': 0.5}])
     # The last line is that of the last step, 8.
     assert {step: maxima(line) for step, line in lines.items()} == {
         3: (1, 9, 40, 1, 1),
@@ -180,44 +180,46 @@ def test_maxima_over_the_steps_since_the_previous_line():
 )
 @pytest.mark.parametrize('position', [0, 1, 2])
 def test_a_step_that_is_not_finite_does_not_vanish_in_the_maximum(bad, loss, grad_norm, position):
-    reporter, lines = make_reporter(train__log_every=3, train__num_steps=6), Lines()
-    reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+    metric_logger, lines = make_metric_logger(train__log_every=3, train__num_steps=6), Lines()
+    metric_logger.begin(0, writer=lines, skipped=0, best_loss=math.inf)
     history = [GOOD] * 6
     history[position] = bad
-    submitted(reporter, 1, history)
+    submitted(metric_logger, 1, history)
     values = [lines[3]['train/loss_max'], lines[3]['train/grad_norm_max'], lines[3]['train/newly_skipped_steps']]
     assert values == pytest.approx([loss, grad_norm, float(bad['skipped'])], nan_ok=True)
     assert maxima(lines[6])[1:4] == (1, 0.5, 0)
 
 
 def test_a_rollback_or_resume_starts_a_new_interval():
-    reporter, lines = make_reporter(train__log_every=4, train__num_steps=8), Lines()
-    reporter.begin(0, writer=Lines(), skipped=0, best_loss=math.inf)
-    submitted(reporter, 1, [GOOD, SPIKE, SPIKE])
-    reporter.begin(2, writer=lines, skipped=1, best_loss=1.0)
-    submitted(reporter, 3, [GOOD, {**GOOD, 'loss': 2.0}])
+    metric_logger, lines = make_metric_logger(train__log_every=4, train__num_steps=8), Lines()
+    metric_logger.begin(0, writer=Lines(), skipped=0, best_loss=math.inf)
+    submitted(metric_logger, 1, [GOOD, SPIKE, SPIKE])
+    metric_logger.begin(2, writer=lines, skipped=1, best_loss=1.0)
+    submitted(metric_logger, 3, [GOOD, {**GOOD, 'loss': 2.0}])
     assert maxima(lines[4]) == (2, 2, 0.5, 0, 1)
 
 
 def test_update_metrics_are_written_if_the_step_has_them():
     for present in (True, False):
-        reporter, lines = make_reporter(train__log_every=1, train__num_steps=8), Lines()
-        reporter.begin(0, writer=lines, skipped=0, best_loss=math.inf)
-        submitted(reporter, 1, [{**GOOD, **({'update_norm': 0.25, 'second_moment_ratio': 1.5} if present else {})}])
+        metric_logger, lines = make_metric_logger(train__log_every=1, train__num_steps=8), Lines()
+        metric_logger.begin(0, writer=lines, skipped=0, best_loss=math.inf)
+        submitted(
+            metric_logger, 1, [{**GOOD, **({'update_norm': 0.25, 'second_moment_ratio': 1.5} if present else {})}]
+        )
         found = {name: value for name, value in lines[1].items() if 'update' in name or 'moment' in name}
         assert found == ({'train/update_norm': 0.25, 'train/second_moment_ratio': 1.5} if present else {})
 
 
-def test_the_log_says_once_from_when_on_spikes_are_detected(reporter, messages):
+def test_the_log_says_once_from_when_on_spikes_are_detected(metric_logger, messages):
     off, on = {**GOOD, 'window_steps': 15}, {**GOOD, 'window_steps': 16}
     line = ('INFO', 'step 3 the guard detects spikes from this step on (guard.spike_window)')
-    submitted(reporter, 1, [off, off, on, on, off, on])
+    submitted(metric_logger, 1, [off, off, on, on, off, on])
     assert messages == [line]
     # After a resume or rollback, too.
-    reporter.begin(2, writer=None, skipped=0, best_loss=1.0)
-    submitted(reporter, 3, [on, on])
+    metric_logger.begin(2, writer=None, skipped=0, best_loss=1.0)
+    submitted(metric_logger, 3, [on, on])
     assert messages == [line, line]
     # Without a window, or before there are enough steps, nothing is said.
-    reporter.begin(0, writer=None, skipped=0, best_loss=1.0)
-    submitted(reporter, 1, [GOOD, off])
+    metric_logger.begin(0, writer=None, skipped=0, best_loss=1.0)
+    submitted(metric_logger, 1, [GOOD, off])
     assert messages == [line, line]

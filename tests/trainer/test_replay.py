@@ -36,7 +36,7 @@ def double():
 def events(single, monkeypatch):
     recorded = []
     recorder = SimpleNamespace(
-        timeline=single.replays._recorder.timeline, record_event=lambda *words, **extra: recorded.append(extra)
+        timeline=single.replays._recorder.timeline, record_event=lambda *args, **extra: recorded.append(extra)
     )
     monkeypatch.setattr(single.replays, '_recorder', recorder)
     return recorded
@@ -146,8 +146,8 @@ def test_devices_that_are_not_deterministic_may_differ_by_rounding(single, event
     assert run_twice(single, flip_of(30), NONE)
 
 
-class Reporter:
-    """Fake of the reporter: reads the metrics of the last step, and counts bad steps."""
+class FakeMetricLogger:
+    """Fake of the metric logger: reads the metrics of the last step, and counts bad steps."""
 
     def __init__(self):
         self.bad_steps, self.pending, self.step = BadSteps(), None, TRAINED
@@ -169,8 +169,8 @@ class Run:
 
     def __init__(self, model, monkeypatch, *, bad=(), wrong=(), settles=False):
         monkeypatch.setattr(model.replays, '_config', self.without_replays(model.config))
-        reporter = Reporter()
-        monkeypatch.setattr(model.replays, '_reporter', reporter)
+        metric_logger = FakeMetricLogger()
+        monkeypatch.setattr(model.replays, '_metric_logger', metric_logger)
         self.executed = []
         model.replays.begin(TRAINED)
         self.state = model.copy()
@@ -185,8 +185,8 @@ class Run:
                 return batch
 
             self.state, metrics = model.replays.step(step, model.program, self.state, make_batch)
-            reporter.flush()
-            reporter.pending = metrics
+            metric_logger.flush()
+            metric_logger.pending = metrics
             if settles:
                 self.state = model.replays.settle(self.state)
         self.state = model.replays.settle(self.state)
@@ -240,8 +240,8 @@ def test_a_spike_halves_the_window_once(monkeypatch):
     """A spike also changes a window that is not full, so the replay needs the window before the step."""
     young = Model(guard__spike_window=64)
     monkeypatch.setattr(young.replays, '_config', Run.without_replays(young.config))
-    reporter = Reporter()
-    monkeypatch.setattr(young.replays, '_reporter', reporter)
+    metric_logger = FakeMetricLogger()
+    monkeypatch.setattr(young.replays, '_metric_logger', metric_logger)
     young.replays.begin(TRAINED)
 
     def put(like, value):
@@ -249,18 +249,18 @@ def test_a_spike_halves_the_window_once(monkeypatch):
 
     def first():
         # Losses and gradient norms are far below those of the next steps.
-        good_QW, filled = young.state.window
-        return young.copy()._replace(window=SpikeStatistics(put(good_QW, -9.0), put(filled, 33)))
+        good_QW, filled = young.state.spike_window
+        return young.copy()._replace(spike_window=SpikeStatistics(put(good_QW, -9.0), put(filled, 33)))
 
     found = expected = None
     for step in (STEP, STEP + 1):
-        found, reporter.pending = young.replays.step(step, young.program, found or first(), lambda: young.put(0))
+        found, metric_logger.pending = young.replays.step(step, young.program, found or first(), lambda: young.put(0))
         expected, metrics = young.program(expected or first(), {**young.put(0), HOLD: young.go})
         assert metrics['spike']
     assert same(young.replays.settle(found), expected)
     assert young.replays.metrics == {'replay/steps': 1, 'replay/differences': 0, 'replay/loss_difference': 0}
     # Each of the two steps halved the window, and the replay of the first did not.
-    assert int(expected.window.filled) == 33 // 2 // 2
+    assert int(expected.spike_window.filled) == 33 // 2 // 2
 
 
 def test_results_of_the_benchmark():

@@ -18,14 +18,14 @@ STARTED = {
 
 @pytest.fixture
 def warnings_of(tmp_path, monkeypatch):
-    """Returns a function (events, facts) → warnings."""
+    """Returns a function (events, fields of the start) → warnings."""
     warnings = []
     monkeypatch.setattr(logger, 'warning', warnings.append)
 
-    def warnings_of(content, facts):
+    def warnings_of(content, start_fields):
         warnings.clear()
         (tmp_path / EVENTS_FILE).write_text(content)
-        warn_of_changes(tmp_path, facts, deterministic=True)
+        warn_of_changes(tmp_path, start_fields, deterministic=True)
         return [*warnings]
 
     return warnings_of

@@ -152,13 +152,13 @@ def test_each_step_has_a_batch_and_a_metric_line(uninterrupted):
 
 def test_metric_lines(uninterrupted):
     lines = [line for line in read_metrics(uninterrupted.workdir) if 'train/loss' in line]
-    rows, window = uninterrupted.batches[0].shape
+    rows, seq_len = uninterrupted.batches[0].shape
     for line in lines:
-        assert line['train/tokens'] == line['step'] * rows * window
+        assert line['train/tokens'] == line['step'] * rows * seq_len
         assert line['train/best_loss'] == min(losses(uninterrupted.workdir)[n] for n in range(1, line['step'] + 1))
-        assert (line['train/skipped_steps'], line['train/grad_norm'], line['data/seq_len']) == (0, 2.0, window)
+        assert (line['train/skipped_steps'], line['train/grad_norm'], line['data/seq_len']) == (0, 2.0, seq_len)
         assert line['train/perplexity'] == pytest.approx(np.exp(line['train/loss']))
-        assert line['perf/tokens_per_second'] == pytest.approx(rows * window / line['perf/step_time_seconds'])
+        assert line['perf/tokens_per_second'] == pytest.approx(rows * seq_len / line['perf/step_time_seconds'])
 
 
 def test_evaluation_and_save_intervals(uninterrupted):

@@ -59,12 +59,12 @@ def test_gpt2_1b_by_hand():
 
 def test_causal_is_the_mean_over_the_window():
     model = small_config(model__num_kv_heads=2).model
-    window = 16
+    seq_len = 16
     dense = 6 * matmul_parameters(model)
     # The token at position t attends to t + 1 positions: two products of N · H multiply-adds, three times.
-    by_position = [3 * 2 * 2 * model.num_layers * model.num_heads * model.head_dim * (t + 1) for t in range(window)]
-    flops = training_flops(model, window)
-    assert flops.causal == dense + sum(by_position) / window
+    by_position = [3 * 2 * 2 * model.num_layers * model.num_heads * model.head_dim * (t + 1) for t in range(seq_len)]
+    flops = training_flops(model, seq_len)
+    assert flops.causal == dense + sum(by_position) / seq_len
     assert flops.full == dense + by_position[-1]
     assert training_flops(model, 1).causal == training_flops(model, 1).full
 
@@ -81,7 +81,7 @@ def test_sliding_layers_count_their_window():
     per_position = 12 * mixed.num_heads * mixed.head_dim
     dense = 6 * matmul_parameters(mixed)
     # Two layers see at most 3 positions, so by position they see 1, 2, 3, 3, … tokens.
-    seen = [sum(2 * min(t + 1, 3) + (t + 1) for t in range(window)) / window for window in (16, 2)]
+    seen = [sum(2 * min(t + 1, 3) + (t + 1) for t in range(seq_len)) / seq_len for seq_len in (16, 2)]
     assert training_flops(mixed, 16).causal == pytest.approx(dense + per_position * seen[0])
     assert training_flops(mixed, 16).full == dense + per_position * (3 + 16 + 3)
     # A window longer than the sequence changes nothing.

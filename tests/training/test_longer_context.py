@@ -20,9 +20,9 @@ LINEAR, YARN = (
 )
 
 
-def config_at(window, **overrides):
+def config_at(seq_len, **overrides):
     sizes = {'model__num_layers': 1, 'model__dim': 64, 'model__num_heads': 2, 'model__ffn_dim': 128}
-    return small_config(model__family='llama', data__seq_len=window, **sizes, **overrides)
+    return small_config(model__family='llama', data__seq_len=seq_len, **sizes, **overrides)
 
 
 def losses(config, params, key, rows):

@@ -71,11 +71,11 @@ def on_one_device():
 
 @pytest.mark.parametrize('layout', LAYOUTS, ids=str)
 def test_every_layout_equals_one_device(layout):
-    wanted, wanted_gradients = on_one_device()
+    expected, expected_gradients = on_one_device()
     found, gradients = results(**layout)
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
     for (path, gradient), other in zip(
-        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(wanted_gradients), strict=True
+        jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(expected_gradients), strict=True
     ):
         np.testing.assert_allclose(gradient, other, rtol=0, atol=1e-4 * np.abs(other).max(), err_msg=str(path))
         # Negative control: gradients are not zero, except for the head, on which hidden states do not depend.

@@ -70,12 +70,12 @@ def test_the_scale_halves_after_overflows_and_doubles_after_good_steps():
 
 
 @pytest.mark.parametrize(
-    ('scale', 'overflow', 'wanted'),
+    ('scale', 'overflow', 'expected'),
     [(1.0, True, 1.0), (1.5, True, 1.0), (2.0, True, 1.0), (2.0**29, False, 2.0**30), (2.0**30, False, 2.0**30)],
 )
-def test_the_scale_has_bounds(scale, overflow, wanted):
+def test_the_scale_has_bounds(scale, overflow, expected):
     config = small_config(train__initial_loss_scale=scale, train__loss_scale_growth_interval=1).train
-    assert float(next_loss_scale(first_loss_scale(config), jnp.bool(overflow), config).scale) == wanted
+    assert float(next_loss_scale(first_loss_scale(config), jnp.bool(overflow), config).scale) == expected
 
 
 def test_an_overflow_changes_nothing_but_the_scale(half):
@@ -92,9 +92,9 @@ def test_an_overflow_changes_nothing_but_the_scale(half):
         jax.tree.map(np.testing.assert_array_equal, getattr(after, name), getattr(state, name))
     # With a sufficiently low scale, the next step is bit-identical to that of a run without overflow.
     then, metrics = half.step(after._replace(loss_scale=state.loss_scale), half.batch)
-    wanted, wanted_metrics = half.step(state, half.batch)
-    jax.tree.map(np.testing.assert_array_equal, (then.params, then.opt_state), (wanted.params, wanted.opt_state))
-    assert metrics['learning_rate'] == wanted_metrics['learning_rate']
+    expected, expected_metrics = half.step(state, half.batch)
+    jax.tree.map(np.testing.assert_array_equal, (then.params, then.opt_state), (expected.params, expected.opt_state))
+    assert metrics['learning_rate'] == expected_metrics['learning_rate']
     assert not np.array_equal(then.params['embedding'], after.params['embedding'])
 
 
@@ -138,9 +138,9 @@ def test_a_gradient_that_is_not_finite_without_a_scale_is_no_overflow(half):
 
 
 def test_the_gradient_equals_float32_unless_the_scale_is_too_low(half, single):
-    wanted = single.gradient()
-    size = np.linalg.norm(wanted)
-    error = {scale: np.linalg.norm(half.gradient(scale) - wanted) / size for scale in (2.0**4, 2.0**10, 2.0**-10)}
+    expected = single.gradient()
+    size = np.linalg.norm(expected)
+    error = {scale: np.linalg.norm(half.gradient(scale) - expected) / size for scale in (2.0**4, 2.0**10, 2.0**-10)}
     assert error[2.0**4] < 0.01
     assert error[2.0**10] < 0.01
     # Negative control: a small scale increases the error.
@@ -148,11 +148,11 @@ def test_the_gradient_equals_float32_unless_the_scale_is_too_low(half, single):
 
 
 def test_float16_learns_as_float32_does(half, single):
-    losses, wanted = half.losses(), single.losses()
-    np.testing.assert_allclose(losses, wanted, rtol=0.01)
-    assert wanted[-1] < 0.7 * wanted[0]
+    losses, expected = half.losses(), single.losses()
+    np.testing.assert_allclose(losses, expected, rtol=0.01)
+    assert expected[-1] < 0.7 * expected[0]
     # Negative control: the dtypes differ.
-    assert (losses != wanted).all()
+    assert (losses != expected).all()
 
 
 def test_other_types_have_no_scale(single):

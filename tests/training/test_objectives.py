@@ -59,7 +59,7 @@ def run():
             other = reference if name in ('dpo', 'grpo') else None
             found[name] = make_objective(config, layout, NUM_SOURCES)(params, other, None, batch, None)
         of_model, of_reference = log_probs(params, None, batch, None), log_probs(reference, None, batch, None)
-        wanted = {
+        expected = {
             'dpo': preference_terms(
                 of_model.log_probs_BT, of_reference.log_probs_BT, batch['weights'], batch['segments'], DPO
             ),
@@ -73,7 +73,7 @@ def run():
                 config=GRPO,
             ),
         }
-        return found, wanted, of_model.log_probs_BT
+        return found, expected, of_model.log_probs_BT
 
     return lambda batch: jax.device_get(every_objective(batch))
 
@@ -87,7 +87,8 @@ def test_the_loss_of_the_next_token(found):
     objective, sums = found[0]['next_token']
     weights_BT = batch_of_responses()['weights']
     np.testing.assert_allclose(sums.loss, -(weights_BT * found[2]).sum(), rtol=1e-5)
-    assert sums.tokens == sums.weight == sums.parts_count == weights_BT.sum()
+    assert sums.tokens == sums.weight == weights_BT.sum()
+    assert sums.part_counts == dict.fromkeys(sums.parts, sums.tokens)
     # The objective includes the z-loss, but the loss does not. Z is about the vocabulary size.
     np.testing.assert_allclose(objective, sums.loss + sums.parts['z_loss'], rtol=1e-5)
     np.testing.assert_allclose(sums.parts['z_loss'], 0.1 * np.log(61) ** 2 * sums.tokens, rtol=0.02)
@@ -116,7 +117,8 @@ def test_the_loss_of_preferences(found):
     objective, sums = found[0]['dpo']
     terms = found[1]['dpo']
     np.testing.assert_allclose([objective, sums.loss], terms.objective, rtol=1e-5)
-    assert sums.weight == sums.parts_count == terms.pairs > 0
+    assert sums.weight == terms.pairs > 0
+    assert sums.part_counts == dict.fromkeys(sums.parts, terms.pairs)
     assert sums.tokens == batch_of_responses()['weights'].sum()
     for name, value in sums.parts.items():
         np.testing.assert_allclose(value, getattr(terms, DPO_PARTS[name]), rtol=1e-5, atol=1e-6)
@@ -126,20 +128,21 @@ def test_the_loss_of_preferences(found):
 
 def test_the_loss_of_responses(found):
     objective, sums = found[0]['grpo']
-    wanted = found[1]['grpo']
-    np.testing.assert_allclose([objective, sums.loss], wanted.objective, rtol=1e-5)
+    expected = found[1]['grpo']
+    np.testing.assert_allclose([objective, sums.loss], expected.objective, rtol=1e-5)
     parts = {
-        'clip_fraction': wanted.clipped,
-        'entropy': wanted.entropy,
-        'approx_kl': wanted.old_kl,
-        'kl': wanted.reference_kl,
+        'clip_fraction': expected.clipped,
+        'entropy': expected.entropy,
+        'approx_kl': expected.old_kl,
+        'kl': expected.reference_kl,
     }
     assert sums.parts.keys() == parts.keys()
     for name, value in parts.items():
         np.testing.assert_allclose(sums.parts[name], value, rtol=1e-5)
-    assert sums.tokens == sums.parts_count == batch_of_responses()['predicted'].sum()
+    assert sums.tokens == batch_of_responses()['predicted'].sum()
+    assert sums.part_counts == dict.fromkeys(sums.parts, sums.tokens)
     assert sums.weight == batch_of_responses()['weights'].sum()
-    assert wanted.reference_kl > 0
+    assert expected.reference_kl > 0
 
 
 def test_a_budget_counts_the_longest_response_of_every_row(found):

@@ -44,10 +44,10 @@ def gradients_of(config, params, num_devices=1):
     return float(jnp.sum(losses)), jax.device_get(gradients)
 
 
-def assert_close(found, wanted, rtol=2e-6):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+def assert_close(found, expected, rtol=2e-6):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
     for (path, gradient), other in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_allclose(gradient, other, rtol=0, atol=rtol * np.abs(other).max(), err_msg=str(path))
         assert np.abs(gradient).max() > 1e-4, path
@@ -76,9 +76,9 @@ MODELS = {
 def test_gradients_equal_those_of_lora_on_dequantized_kernels(settings):
     codes, floats = params_of(settings)
     loss, gradients = gradients_of(small_config(**settings), codes)
-    wanted_loss, wanted = gradients_of(plain_of(settings), floats)
-    assert loss == pytest.approx(wanted_loss, rel=1e-6)
-    assert_close(gradients, wanted)
+    expected_loss, expected = gradients_of(plain_of(settings), floats)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert_close(gradients, expected)
 
 
 LAYOUTS = [
@@ -97,10 +97,10 @@ def test_every_layout_equals_one_device(layout):
     settings = {**LORA, 'model__weight_quantization': 'int4', 'model__quantization_group_size': 8}
     settings |= {key: value for key, value in layout.items() if key.startswith('model__')}
     codes, _ = params_of(settings)
-    wanted_loss, wanted = gradients_of(small_config(**settings), codes)
+    expected_loss, expected = gradients_of(small_config(**settings), codes)
     loss, gradients = gradients_of(small_config(num_devices=4, **{**settings, **layout}), codes)
-    assert loss == pytest.approx(wanted_loss, rel=1e-5)
-    assert_close(gradients, wanted, rtol=1e-4)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert_close(gradients, expected, rtol=1e-4)
 
 
 def test_shardings_of_codes_and_scales():

@@ -85,7 +85,7 @@ def test_micro_batches_and_devices_do_not_matter(expected, name):
     state, batch = state_of(config, layout), layout.put_batch(make_batch(), 8)
     sums = jax.jit(make_eval_step(config, layout))(state.params, state.reference, batch)
     _, metrics = jax.jit(make_train_step(config, layout))(state, batch)
-    wanted = {
+    means = {
         'loss': terms.objective / terms.answers,
         'reference_point': point,
         'rewards/chosen': terms.chosen_reward / terms.desirable,
@@ -95,7 +95,7 @@ def test_micro_batches_and_devices_do_not_matter(expected, name):
         'logps/rejected': terms.rejected_log_prob / terms.undesirable,
     }
     evaluated = {'loss': sums.loss / sums.weight}
-    evaluated |= {key: total / sums.part_count(key) for key, total in sums.parts.items()}
-    assert evaluated.keys() == wanted.keys()
-    for key, value in wanted.items():
+    evaluated |= {key: total / sums.part_counts[key] for key, total in sums.parts.items()}
+    assert evaluated.keys() == means.keys()
+    for key, value in means.items():
         np.testing.assert_allclose([evaluated[key], metrics[key]], value, rtol=1e-4, err_msg=key)

@@ -12,7 +12,7 @@ import pytest
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.validation import MIN_SPIKE_WINDOW
 from maxlm.training import spike_guard
-from maxlm.training.spike_guard import SpikeStatistics, first_window, window_from_json, window_to_json
+from maxlm.training.spike_guard import SpikeStatistics, first_spike_window, spike_window_from_json, spike_window_to_json
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.conftest import ROOT
@@ -24,7 +24,7 @@ check = jax.jit(spike_guard.check_spike, static_argnames='config')
 
 
 def filled_window(losses, norms, config=GUARD):
-    window = first_window(config)
+    window = first_spike_window(config)
     for loss, norm in zip(losses, norms, strict=True):
         ok, window = check(window, jnp.float32(loss), jnp.float32(norm), config)
         assert ok
@@ -132,7 +132,7 @@ def test_the_threshold_falls_to_that_of_the_full_window():
         window = SpikeStatistics(jnp.stack([100 + noise, 0 * noise]).astype(jnp.float32), jnp.int32(filled))
         # The used steps of 127 are odd in number, so their median is one of the two values.
         median, deviation = (100, 1) if filled != 127 else (101, 0)
-        limit = median + factor * max(spike_guard.NORMAL * deviation, spike_guard.LOSS_SHARE * median)
+        limit = median + factor * max(spike_guard.NORMAL * deviation, spike_guard.LOSS_FRACTION * median)
         found = [bool(check(window, jnp.float32(limit + by), jnp.float32(1), LONG)[0]) for by in (-0.01, 0.01)]
         assert found == [True, False], filled
 
@@ -173,7 +173,7 @@ def test_the_spike_recorded_on_a_gpu_is_found():
 
 def test_without_a_window_only_nonfinite_steps_are_skipped():
     off = GuardConfig(spike_window=0)
-    assert first_window(off) is None
+    assert first_spike_window(off) is None
     ok, window = check(None, jnp.float32(1e30), jnp.float32(1e30), off)
     assert ok
     assert window is None
@@ -197,26 +197,26 @@ def test_a_constant_level_has_a_limit_too():
 @pytest.mark.parametrize('steps', [0, 5, W, W + 3])
 def test_the_window_round_trips_through_json_bit_for_bit(steps):
     rng = np.random.default_rng(steps)
-    window = first_window(GUARD)
+    window = first_spike_window(GUARD)
     for loss, norm in rng.uniform(2.9, 3.1, (steps, 2)):
         _, window = check(window, jnp.float32(loss), jnp.float32(norm), GUARD)
-    text = json.dumps(window_to_json(window))
-    again = window_from_json(json.loads(text), GUARD)
+    text = json.dumps(spike_window_to_json(window))
+    again = spike_window_from_json(json.loads(text), GUARD)
     jax.tree.map(np.testing.assert_array_equal, again, window)
     assert [leaf.dtype for leaf in again] == [leaf.dtype for leaf in window]
     assert int(again.filled) == min(steps, W)
 
 
 def test_another_length_of_the_window_keeps_the_newest_steps(usual):
-    stored = window_to_json(usual)
-    longer = window_from_json(stored, GuardConfig(spike_window=2 * W))
+    stored = spike_window_to_json(usual)
+    longer = spike_window_from_json(stored, GuardConfig(spike_window=2 * W))
     assert (longer.good_QW.shape, int(longer.filled)) == ((2, 2 * W), W)
-    assert window_to_json(longer) == stored
-    shorter = window_from_json({name: [*range(2 * W)] for name in stored}, GUARD)
-    assert window_to_json(shorter)['losses'] == [*range(W, 2 * W)]
+    assert spike_window_to_json(longer) == stored
+    shorter = spike_window_from_json({name: [*range(2 * W)] for name in stored}, GUARD)
+    assert spike_window_to_json(shorter)['losses'] == [*range(W, 2 * W)]
     # The guard is disabled, or an older checkpoint has no window.
-    assert window_from_json(stored, GuardConfig(spike_window=0)) is None
-    jax.tree.map(np.testing.assert_array_equal, window_from_json(None, GUARD), first_window(GUARD))
+    assert spike_window_from_json(stored, GuardConfig(spike_window=0)) is None
+    jax.tree.map(np.testing.assert_array_equal, spike_window_from_json(None, GUARD), first_spike_window(GUARD))
 
 
 def curves(num_runs, steps, seed=0):
@@ -237,7 +237,7 @@ def check_curves(losses, norms, config):
             ok, window = check(window, *values, config)
             return window, ok
 
-        return jax.lax.scan(step, first_window(config), (losses, norms))[1]
+        return jax.lax.scan(step, first_spike_window(config), (losses, norms))[1]
 
     return jax.vmap(run)(losses, norms)
 
@@ -296,7 +296,7 @@ def learned():
 def test_a_run_that_learns_raises_no_false_alarm(learned):
     assert int(learned.state.skipped) == 0
     assert learned.history[-1]['loss'] < 0.2 * learned.history[0]['loss']
-    assert int(learned.state.window.filled) == W
+    assert int(learned.state.spike_window.filled) == W
 
 
 @pytest.mark.parametrize(('kind', 'spike'), [('not_a_number', False), ('exploding', True)])
@@ -310,23 +310,23 @@ def test_a_bad_batch_leaves_no_trace(learned, kind, spike):
     assert (int(after.step), int(after.skipped)) == (int(learned.state.step) + 1, 1)
     # The next step equals that of a run without the bad step.
     then, metrics = learned.step(after, learned.batch)
-    wanted, wanted_metrics = learned.step(learned.state, learned.batch)
-    assert int(then.step) == int(wanted.step) + 1
-    counters = {'step': wanted.step, 'skipped': wanted.skipped}
-    jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), wanted)
+    expected, expected_metrics = learned.step(learned.state, learned.batch)
+    assert int(then.step) == int(expected.step) + 1
+    counters = {'step': expected.step, 'skipped': expected.skipped}
+    jax.tree.map(np.testing.assert_array_equal, then._replace(**counters), expected)
     for name in ('loss', 'learning_rate', 'grad_norm'):
-        assert metrics[name] == wanted_metrics[name]
+        assert metrics[name] == expected_metrics[name]
     # Negative control: an accepted step changes the entire state.
-    assert not np.array_equal(wanted.params['embedding'], learned.state.params['embedding'])
-    assert not np.array_equal(wanted.ema['embedding'], learned.state.ema['embedding'])
-    assert not np.array_equal(wanted.window.good_QW, learned.state.window.good_QW)
-    assert int(wanted.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
+    assert not np.array_equal(expected.params['embedding'], learned.state.params['embedding'])
+    assert not np.array_equal(expected.ema['embedding'], learned.state.ema['embedding'])
+    assert not np.array_equal(expected.spike_window.good_QW, learned.state.spike_window.good_QW)
+    assert int(expected.loss_scale.good_steps) == int(learned.state.loss_scale.good_steps) + 1
 
 
 def test_the_exploding_batch_is_accepted_before_the_guard_detects_spikes(learned):
-    window = learned.state.window
-    filled = jax.device_put(np.asarray(window.filled) - 1, window.filled.sharding)
-    early_state = learned.state._replace(window=window._replace(filled=filled))
+    spike_window = learned.state.spike_window
+    filled = jax.device_put(np.asarray(spike_window.filled) - 1, spike_window.filled.sharding)
+    early_state = learned.state._replace(spike_window=spike_window._replace(filled=filled))
     after, metrics = learned.step(early_state, learned.exploding)
     assert (bool(metrics['skipped']), bool(metrics['spike'])) == (False, False)
     assert metrics['window_steps'] < MIN_SPIKE_WINDOW
@@ -336,9 +336,9 @@ def test_the_exploding_batch_is_accepted_before_the_guard_detects_spikes(learned
 
 def test_the_window_is_the_same_on_all_devices():
     config = small_config(num_devices=8, guard__spike_window=W, model__vocab_size=64)
-    window = abstract_state(config, small_layout(config)).window
-    assert isinstance(window, SpikeStatistics)
-    for leaf, first in zip(window, first_window(config.guard), strict=True):
+    spike_window = abstract_state(config, small_layout(config)).spike_window
+    assert isinstance(spike_window, SpikeStatistics)
+    for leaf, first in zip(spike_window, first_spike_window(config.guard), strict=True):
         assert (leaf.shape, leaf.dtype) == (first.shape, first.dtype)
         assert len(leaf.sharding.device_set) == 8
         assert leaf.sharding.is_fully_replicated

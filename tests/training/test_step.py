@@ -87,9 +87,9 @@ def test_accumulation_is_exact_with_uneven_token_counts(runs):
     assert runs.step.config.accumulation == 4
     counts = [runs.step.rows['weights'][index::4].sum() for index in range(4)]
     assert len(set(map(float, counts))) > 1, 'micro-batches must differ, or a mean of means would pass'
-    metrics, wanted = runs.history[0], runs.plain_metrics
-    np.testing.assert_allclose(metrics['loss'], wanted['loss'], rtol=1e-6)
-    np.testing.assert_allclose(metrics['grad_norm'], wanted['grad_norm'], rtol=1e-6)
+    metrics, expected = runs.history[0], runs.plain_metrics
+    np.testing.assert_allclose(metrics['loss'], expected['loss'], rtol=1e-6)
+    np.testing.assert_allclose(metrics['grad_norm'], expected['grad_norm'], rtol=1e-6)
 
 
 def test_the_mean_of_means_differs(runs):
@@ -139,12 +139,12 @@ def test_the_first_update_of_the_warmup_has_rate_0(runs):
 
 
 def test_the_moving_average_starts_with_a_low_decay(runs):
-    wanted = jax.device_get(runs.step.first.params)
+    expected = jax.device_get(runs.step.first.params)
     # The decay is (1 + n) / (10 + n) for n = 1, 2, 3, limited by the configured decay.
     for state, decay in zip(runs.states[:3], [2 / 11, 0.22, 0.22], strict=True):
         state = jax.device_get(state)
-        wanted = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, wanted, state.params)
-        assert_close(state.ema, wanted, 1e-5)
+        expected = jax.tree.map(lambda e, p, d=decay: d * e + (1 - d) * p, expected, state.params)
+        assert_close(state.ema, expected, 1e-5)
     # Negative control: the average differs from the parameters.
     assert np.abs(state.ema['embedding'] - state.params['embedding']).max() > 1e-4
 
@@ -169,9 +169,9 @@ def test_a_batch_without_a_finite_loss_changes_nothing(runs):
         jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
     # The next step is bit-identical to that of a run without the bad batch.
     then, metrics = step.run(state, step.batch)
-    wanted, wanted_metrics = runs.states[4], runs.history[4]
-    jax.tree.map(np.testing.assert_array_equal, (then.params, then.ema), (wanted.params, wanted.ema))
-    assert metrics['learning_rate'] == wanted_metrics['learning_rate']
+    expected, expected_metrics = runs.states[4], runs.history[4]
+    jax.tree.map(np.testing.assert_array_equal, (then.params, then.ema), (expected.params, expected.ema))
+    assert metrics['learning_rate'] == expected_metrics['learning_rate']
     assert not np.array_equal(then.params['embedding'], state.params['embedding'])
     assert not np.array_equal(then.ema['embedding'], state.ema['embedding'])
 
@@ -231,8 +231,8 @@ def test_the_initial_state_matches_the_abstract_state(name):
     layout = small_layout(config)
     abstract, state = abstract_state(config, layout), jax.eval_shape(lambda: init_state(config, layout))
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
-    for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
-        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+    for leaf, expected in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} >= {jnp.dtype('int8'), jnp.dtype('float32')}
 
 

@@ -58,7 +58,7 @@ class AlertsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
-    # Log loss and share of each source if there are several sources.
+    # Log loss and fraction of each source if there are several sources.
     per_source_loss: Annotated[bool, Renamed('by_source')] = True
     # Write TensorBoard event files next to metrics.jsonl.
     tensorboard: bool = True

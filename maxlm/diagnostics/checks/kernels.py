@@ -62,7 +62,7 @@ def evaluate_kernels(
 
 def _resolved(config: Config) -> Config:
     from maxlm.checkpoint.teacher import with_teacher
-    from maxlm.planning.machine import local_resolver, sample_config
+    from maxlm.planning.machine import local_resolver, sized_config
 
     resolver = local_resolver(vocab_size=config.model.vocab_size or VOCAB_SIZE, windows=1)
-    return sample_config(with_teacher(config), resolver)
+    return sized_config(with_teacher(config), resolver)

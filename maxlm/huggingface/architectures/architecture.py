@@ -51,7 +51,7 @@ class Architecture:
         expert_keys, expert_settings: as `keys` and `fixed_settings`, for models with experts.
         fixed_keys: keys of config.json for which maxlm supports only one value, which is also their default.
         extra_keys: function from a model to further keys of config.json.
-        window: default of `sliding_window`, which all layers have; None = there are no such layers.
+        sliding_window: default of `sliding_window`, which all layers have; None = there are no such layers.
         pattern: default of `layer_types`, as `model.attention_pattern`; '' = the key does not exist.
         biases: part of `ModelConfig.has_bias` → value, or key of config.json and its default.
         aliases: other names of keys in config.json (`attribute_map` of Transformers).
@@ -69,7 +69,7 @@ class Architecture:
     fixed_keys: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     extra_keys: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     limits: tuple[Callable[[ModelConfig], str], ...] = ()
-    window: int | None = None
+    sliding_window: int | None = None
     pattern: str = ''
     biases: Mapping[str, bool | tuple[str, bool]] = dataclasses.field(default_factory=lambda: NO_BIASES)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -132,13 +132,13 @@ def window_keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def layer_types(model: ModelConfig) -> dict[str, Any]:
-    types = ['sliding_attention' if window else 'full_attention' for window in layer_windows(model)]
+    types = ['sliding_attention' if sliding_window else 'full_attention' for sliding_window in layer_windows(model)]
     return {**window_keys(model), 'layer_types': types}
 
 
 def qwen_layer_types(model: ModelConfig) -> dict[str, Any]:
     windows = layer_windows(model)
-    full = next((i for i, window in enumerate(windows) if window), len(windows))
+    full = next((i for i, sliding_window in enumerate(windows) if sliding_window), len(windows))
     return {**layer_types(model), 'use_sliding_window': any(windows), 'max_window_layers': full}
 
 
@@ -269,7 +269,7 @@ MISTRAL = Architecture(
     },
     extra_keys=window_keys,
     limits=(one_window, no_longrope),
-    window=4096,
+    sliding_window=4096,
 )
 QWEN3 = Architecture(
     'qwen3',

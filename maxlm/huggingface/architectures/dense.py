@@ -141,7 +141,7 @@ OLMO3 = Architecture(
     biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope),
-    window=4096,
+    sliding_window=4096,
     pattern='SSSL',
 )
 GRANITE = Architecture(
@@ -183,7 +183,7 @@ PHI3 = Architecture(
         'pad_token_id': None,
     },
     limits=(plain_width, one_window, equally_rotated, _longrope_only),
-    window=0,
+    sliding_window=0,
 )
 GEMMA2 = Architecture(
     'gemma2',
@@ -203,7 +203,7 @@ GEMMA2 = Architecture(
     biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope, _embedding_by_width, _integer_scalar),
-    window=4096,
+    sliding_window=4096,
     pattern='SL',
 )
 GEMMA3 = Architecture(
@@ -223,7 +223,7 @@ GEMMA3 = Architecture(
     biases=ATTENTION_BIASES,
     extra_keys=layer_types,
     limits=(divided_width, rotated_layers, no_longrope, _embedding_by_width, _integer_scalar),
-    window=4096,
+    sliding_window=4096,
     pattern='SSSSSL',
 )
 STARCODER2 = Architecture(
@@ -259,5 +259,5 @@ STARCODER2 = Architecture(
         'attention_dropout': 0.0,
     },
     limits=(plain_width, one_window, no_longrope),
-    window=0,
+    sliding_window=0,
 )

@@ -100,7 +100,7 @@ MIXTRAL = Architecture(
     expert_settings=_ROUTER,
     extra_keys=window_keys,
     limits=(_experts, one_window, no_longrope),
-    window=0,
+    sliding_window=0,
     aliases={'num_experts': 'num_local_experts'},
 )
 # Yang et al. 2025, "Qwen3 Technical Report".
@@ -235,6 +235,6 @@ GPT_OSS = Architecture(
     fixed_keys={'swiglu_alpha': 1.702, 'swiglu_limit': 7.0},
     extra_keys=layer_types,
     limits=(_experts, rotated_layers, no_longrope),
-    window=128,
+    sliding_window=128,
     pattern='SL',
 )

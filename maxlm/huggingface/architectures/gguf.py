@@ -188,10 +188,10 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if kinds != (row.pattern * len(kinds))[: len(kinds)]:
         windows = 'do not support sliding windows' if row.pattern == 'L' else f'require {row.pattern}'
         return f'model.attention_pattern={model.attention_pattern}: {row.kind} files {windows}'
-    scaling, wanted_yarn = model.rope_scaling, _YARN_OF.get(row.kind, _YARN)
+    scaling, required_yarn = model.rope_scaling, _YARN_OF.get(row.kind, _YARN)
     changed = [
         f'model.{key}={getattr(model, key)}'
-        for key, value in wanted_yarn.items()
+        for key, value in required_yarn.items()
         if scaling == 'yarn' and getattr(model, key) != value
     ]
     if scaling == 'dynamic' or changed:
@@ -232,9 +232,9 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
         return f'model.rope_local_theta={local}: {row.kind} files do not scale the positions of S layers'
     if row.kind in ('gemma2', 'gemma3'):
         is_wide = model.num_layers == _WIDE_GEMMA[architecture]
-        wanted = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
-        if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, wanted, rel_tol=1e-6):
-            return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {wanted:g}'
+        required = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
+        if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, required, rel_tol=1e-6):
+            return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {required:g}'
         if not model.tie_embeddings:
             return f'model.tie_embeddings=False: {row.kind} files have no separate output'
     return ''

@@ -53,21 +53,21 @@ def read_lines(path: Path, model: LoadedModel, *, parse_special: bool = False) -
 
 
 def _parse_line(name: str, fields: dict[str, Any], model: LoadedModel, *, parse_special: bool) -> Line:
-    given = present_fields(fields)
-    if (PROMPT in given) == (MESSAGES in given):
+    present = present_fields(fields)
+    if (PROMPT in present) == (MESSAGES in present):
         raise InputError(f'{name}: must be an object with either "{PROMPT}" or "{MESSAGES}"')
     if COMPLETIONS in fields:
         raise InputError(f'{name}: already has "{COMPLETIONS}", the output field; rename or remove it')
-    if MESSAGES in given and SUFFIX in given:
+    if MESSAGES in present and SUFFIX in present:
         raise InputError(f'{name}: "{SUFFIX}" requires "{PROMPT}"')
-    if PROMPT in given and not all(isinstance(given.get(key, ''), str) for key in (PROMPT, SUFFIX)):
+    if PROMPT in present and not all(isinstance(present.get(key, ''), str) for key in (PROMPT, SUFFIX)):
         raise InputError(f'{name}: "{PROMPT}" and "{SUFFIX}" must be strings')
     try:
-        if MESSAGES in given:
-            return Line(name, fields, chat_prompt(model, given[MESSAGES], tools=tools_of(given)))
-        if SUFFIX in given:
-            return Line(name, fields, infill_prompt(model.tokenizer, given[PROMPT], given[SUFFIX]))
-        return Line(name, fields, text_prompt(model.tokenizer, given[PROMPT], parse_special=parse_special))
+        if MESSAGES in present:
+            return Line(name, fields, chat_prompt(model, present[MESSAGES], tools=tools_of(present)))
+        if SUFFIX in present:
+            return Line(name, fields, infill_prompt(model.tokenizer, present[PROMPT], present[SUFFIX]))
+        return Line(name, fields, text_prompt(model.tokenizer, present[PROMPT], parse_special=parse_special))
     except (InputError, ValueError) as error:
         raise InputError(f'{name}: {error}') from error
 

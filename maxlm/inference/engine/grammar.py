@@ -75,8 +75,8 @@ def json_grammar(schema: Mapping[str, Any], name: str = 'grammar') -> str:
     Raises:
         InputError: the schema is no JSON object or too large. `Grammars.compile` reports other mistakes.
     """
-    given = schema.get('x-guidance')
-    options = {**(given if isinstance(given, dict) else {}), **_COMPACT}
+    guidance = schema.get('x-guidance')
+    options = {**(guidance if isinstance(guidance, dict) else {}), **_COMPACT}
     text = schema_text({**schema, 'x-guidance': options}, name)
     return f'{{"grammars":[{{"json_schema":{text}}}]}}'
 
@@ -183,22 +183,22 @@ class Grammars:
         tokenizer = self._tokenizer
         if tokenizer.kind == 'ids':
             raise InputError('grammar: the tokens of this model have no text; remove the grammar')
-        facts: dict[str, Any] = {
+        vocabulary: dict[str, Any] = {
             'size': tokenizer.vocab_size,
             'end_ids': self._end_ids,
             'end': tokenizer.end_of_document,
         }
         if tokenizer.kind == 'chars':
             special = {index: token.content for index, token in tokenizer.special_tokens.items()}
-            facts['special'] = list(special)
-            facts['chars'] = [
+            vocabulary['special'] = list(special)
+            vocabulary['chars'] = [
                 special[index] if index in special else tokenizer.decode([index])
                 for index in range(tokenizer.vocab_size)
             ]
         else:
-            facts['tokenizer'] = tokenizer.marked_json()
+            vocabulary['tokenizer'] = tokenizer.marked_json()
         try:
-            self._host.call(b'V' + json.dumps(facts).encode())
+            self._host.call(b'V' + json.dumps(vocabulary).encode())
         except InputError as error:
             self._host.close()
             raise InputError(

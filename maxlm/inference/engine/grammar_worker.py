@@ -141,28 +141,28 @@ class TextPosition:
         return 'the schema is too complex to continue the response; simplify it'
 
 
-def make_vocabulary(facts: Mapping[str, Any]) -> Any:
+def make_vocabulary(spec: Mapping[str, Any]) -> Any:
     """Returns the vocabulary of llguidance. Raises InputError.
 
     Args:
-        facts: the number of ids (`size`), the ids that may end a text (`end_ids`), the id at the end of a document
-            (`end`), and either the texts of characters (`chars`), with those that are special (`special`), or the
-            content of a tokenizer.json (`tokenizer`).
+        spec: the number of ids (`size`), the ids that may end a text (`end_ids`), the id at the end of a
+            document (`end`), and either the texts of characters (`chars`), with those that are special (`special`), or
+            the content of a tokenizer.json (`tokenizer`).
     """
-    ends = {'n_vocab': facts['size'], 'eos_token': facts['end_ids']}
+    ends = {'n_vocab': spec['size'], 'eos_token': spec['end_ids']}
     try:
-        if 'chars' in facts:
-            wrapped = _Vocabulary(facts['end'], [text.encode() for text in facts['chars']], facts['special'])
+        if 'chars' in spec:
+            wrapped = _Vocabulary(spec['end'], [text.encode() for text in spec['chars']], spec['special'])
         else:
-            tokenizer = _with_calls_as_text(json.loads(facts['tokenizer']))
+            tokenizer = _with_calls_as_text(json.loads(spec['tokenizer']))
             vocabulary = llguidance.LLTokenizer(json.dumps(tokenizer), **ends)
             added = _misread_tokens(tokenizer['added_tokens'], vocabulary)
             if not added:
                 return vocabulary
-            ids = range(facts['size'])
+            ids = range(spec['size'])
             tokens = [added[index] if index in added else vocabulary.decode_bytes([index]) for index in ids]
             special = [index for index in ids if vocabulary.is_special_token(index) and index not in added]
-            wrapped = _Vocabulary(facts['end'], tokens, special, vocabulary)
+            wrapped = _Vocabulary(spec['end'], tokens, special, vocabulary)
         return llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapped), **ends)
     except ValueError as error:
         raise InputError(' '.join(str(error).split())[:200]) from error
@@ -192,12 +192,12 @@ class _Vocabulary:
         return [self._ids[character] for character in characters if character in self._ids]
 
 
-def _with_calls_as_text(facts: dict[str, Any]) -> dict[str, Any]:
+def _with_calls_as_text(tokenizer: dict[str, Any]) -> dict[str, Any]:
     """Changes the content of a tokenizer.json: tokens around tool calls are text, as in the grammar of calls."""
-    for token in facts['added_tokens']:
+    for token in tokenizer['added_tokens']:
         if token['content'] in (BEGIN, END):
             token['special'] = False
-    return facts
+    return tokenizer
 
 
 def _misread_tokens(added: Sequence[Mapping[str, Any]], vocabulary: Any) -> dict[int, bytes]:

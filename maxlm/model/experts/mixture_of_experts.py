@@ -121,12 +121,12 @@ class MixtureOfExperts(nnx.Module):
             arguments['balance_bias_E'] = (self.router.balance_bias[...], ('routes',))
         summed_over = tuple(name for axis in rows for name in partitioning.mesh_axes(axis))
 
-        def on_device(given: dict[str, jax.Array], arrays: dict[str, Arrays]) -> tuple[jax.Array, ...]:
-            logits_NE = given['logits_BTE'].reshape(-1, config.num_experts)
-            expert_Nk, weight_Nk = select_experts(logits_NE, given.get('balance_bias_E'), config)
-            if 'is_token_BT' in given:
-                expert_Nk = jnp.where(given['is_token_BT'].reshape(-1, 1), expert_Nk, config.num_experts)
-            y_BTD, num_dropped = self._routed(given['x_BTD'], expert_Nk, weight_Nk, arrays, is_dropless)
+        def on_device(inputs: dict[str, jax.Array], arrays: dict[str, Arrays]) -> tuple[jax.Array, ...]:
+            logits_NE = inputs['logits_BTE'].reshape(-1, config.num_experts)
+            expert_Nk, weight_Nk = select_experts(logits_NE, inputs.get('balance_bias_E'), config)
+            if 'is_token_BT' in inputs:
+                expert_Nk = jnp.where(inputs['is_token_BT'].reshape(-1, 1), expert_Nk, config.num_experts)
+            y_BTD, num_dropped = self._routed(inputs['x_BTD'], expert_Nk, weight_Nk, arrays, is_dropless)
             load_E = jnp.bincount(expert_Nk.reshape(-1), length=config.num_experts)
             if summed_over:
                 load_E, num_dropped = jax.lax.psum((load_E, num_dropped), summed_over)
@@ -194,8 +194,8 @@ class MixtureOfExperts(nnx.Module):
         Each expert has the same number of rows, so devices exchange equal parts and the products are batched products.
         """
         E, num_devices = self.config.num_experts, self.partitioning.num_shards('experts')
-        share = expert_Nk.size / (num_sequences * E)
-        capacity = math.ceil(self.config.expert_capacity_factor * share)
+        balanced = expert_Nk.size / (num_sequences * E)
+        capacity = math.ceil(self.config.expert_capacity_factor * balanced)
         dispatch = limit_by_capacity(expert_Nk, E, num_sequences, capacity)
         x_ERD = to_rows(x_ND, dispatch).reshape(E, -1, x_ND.shape[-1])
         axes = self.partitioning.mesh_axes('experts')

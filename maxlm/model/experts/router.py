@@ -28,10 +28,10 @@ class RouterStats(NamedTuple):
     Attributes:
         load_E: number of tokens that selected each expert.
         load_balancing_loss: E · Σ f · p over the experts (Fedus et al. 2022, "Switch Transformers", eq. 4), where f is
-            an expert's share of the selections and p its mean probability. It is 1 for balanced loads.
+            the fraction of the selections of an expert and p its mean probability. It is 1 for balanced loads.
         z_loss: mean of log² Σ exp(logits) (Zoph et al. 2022, "ST-MoE", eq. 5).
         entropy: mean entropy of the probabilities, in nats.
-        dropped: share of the selections that exceeded the capacity of an expert.
+        dropped: fraction of the selections that exceeded the capacity of an expert.
     """
 
     load_E: jax.Array

@@ -108,16 +108,16 @@ class LayerCache(NamedTuple):
         """Returns x after x[layer, b, :, slots[b, t]] = new[b, t]."""
         slots_BT = cache_indices.slots_BT
         layers_BT = jnp.broadcast_to(jnp.asarray(self.layer, jnp.int32), slots_BT.shape)
-        window = tuple(range(2, new_BTK.ndim))
+        window_axes = tuple(range(2, new_BTK.ndim))
         if len(slots_BT) == x_LBKS.shape[1]:
             # With rows as a batching dimension, sharded rows do not move to other devices.
             indices = jnp.stack([layers_BT, slots_BT], axis=-1)
-            numbers = jax.lax.ScatterDimensionNumbers(window, (0, 3), (0, 3), (1,), (0,))
+            numbers = jax.lax.ScatterDimensionNumbers(window_axes, (0, 3), (0, 3), (1,), (0,))
         else:
             rows_B1 = cache_indices.first_row + jnp.arange(len(slots_BT))[:, None]
             rows_BT = jnp.broadcast_to(rows_B1, slots_BT.shape)
             indices = jnp.stack([layers_BT, rows_BT, slots_BT], axis=-1)
-            numbers = jax.lax.ScatterDimensionNumbers(window, (0, 1, 3), (0, 1, 3))
+            numbers = jax.lax.ScatterDimensionNumbers(window_axes, (0, 1, 3), (0, 1, 3))
         new_BTK = new_BTK.astype(x_LBKS.dtype)
         return jax.lax.scatter(x_LBKS, indices, new_BTK, numbers, mode='drop', unique_indices=True)
 

@@ -36,7 +36,7 @@ SMALLEST_GROUP = 8
 _E4M3 = jnp.float8_e4m3fn
 # Candidate scales, as multiples of the largest absolute element. Small scales clip the largest elements, which are few,
 # and make the codes of all other elements finer. int4 also has negative scales, because its codes are asymmetric.
-_SHARES = {
+_SCALE_MULTIPLES = {
     'int8': tuple((1 - step / 40) / 127 for step in range(9)),
     'int4': tuple(sign * (8 / 7 - step / 28) / 8 for sign in (-1, 1) for step in range(17)),
     'fp8': (1 / 448,),
@@ -140,18 +140,18 @@ def quantize(kernel: jax.Array, num_in: int, weights: Weights) -> Codes:
     axes = _shared_axes(num_in, weights)
     largest = jnp.max(jnp.abs(values), axis=axes, keepdims=True)
 
-    def scaled(share: jax.Array | float) -> jax.Array:
+    def scaled(multiple: jax.Array | float) -> jax.Array:
         # The scale of zeros must not be 0.
-        return jnp.where(largest > 0, largest * share, 1).astype(SCALE_DTYPE).astype(jnp.float32)
+        return jnp.where(largest > 0, largest * multiple, 1).astype(SCALE_DTYPE).astype(jnp.float32)
 
-    def error(share: jax.Array) -> jax.Array:
-        scales = scaled(share)
+    def error(multiple: jax.Array) -> jax.Array:
+        scales = scaled(multiple)
         difference = _values(_round(values / scales, weights.kind), weights.kind) * scales - values
         return jnp.sum(jnp.square(difference), axis=axes, keepdims=True)
 
-    shares = jnp.asarray(_SHARES[weights.kind], jnp.float32)
+    multiples = jnp.asarray(_SCALE_MULTIPLES[weights.kind], jnp.float32)
     # Candidates are evaluated sequentially, because together they would need a copy of the kernel each.
-    best = shares[jnp.argmin(jax.lax.map(error, shares), axis=0)]
+    best = multiples[jnp.argmin(jax.lax.map(error, multiples), axis=0)]
     scales = scaled(best)
     codes = _round(values / scales, weights.kind).reshape(kernel.shape)
     _, scales_shape = code_shapes(kernel.shape, num_in, weights)

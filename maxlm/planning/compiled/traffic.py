@@ -148,16 +148,16 @@ class _Reader:
                 users[operand].append(instruction)
 
         @functools.cache
-        def share(name: str) -> float:
+        def fraction(name: str) -> float:
             """Returns the fraction of an array's elements that the fusion computes or reads."""
             if fused[name].is_root:
                 return 1.0
             needed = 0.0
             for user in users[name]:
                 if user.opcode in _SLICES and user.operands[0] == name:
-                    needed += share(user.name) * user.arrays[0].size / max(1, fused[name].arrays[0].size)
+                    needed += fraction(user.name) * user.arrays[0].size / max(1, fused[name].arrays[0].size)
                 elif user.opcode in _ELEMENTWISE or user.opcode == 'bitcast':
-                    needed += share(user.name)
+                    needed += fraction(user.name)
                 elif user.opcode != 'dynamic-update-slice' or user.operands[0] != name:
                     return 1.0
             return min(1.0, needed)
@@ -172,7 +172,7 @@ class _Reader:
         roots = [fused[operand] for operand in fused.root.operands] if fused.root.opcode == 'tuple' else [fused.root]
         parameters = [instruction for instruction in fused.values() if instruction.opcode == 'parameter']
         # A parameter that is returned as it is needs no kernel.
-        reads = sum(share(parameter.name) * _size(parameter) for parameter in parameters)
+        reads = sum(fraction(parameter.name) * _size(parameter) for parameter in parameters)
         return reads, sum(written(root) for root in roots if root.opcode != 'parameter')
 
     def _cause(self, instruction: Instruction, computation: Computation) -> str:

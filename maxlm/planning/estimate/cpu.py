@@ -91,16 +91,16 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     _check_parameters(config)
     # Modules of multi-token prediction and a teacher have the operations of layers, which reach the same rates.
     config = dataclasses.replace(config, teacher=None, model=dataclasses.replace(config.model, mtp_depth=0))
-    window = min(config.data.seq_len, SAMPLED)
-    rows = max(1, min(config.train.per_device_batch_size, SAMPLED // window))
-    if rows < config.train.per_device_batch_size or window < config.data.seq_len:
+    seq_len = min(config.data.seq_len, SAMPLED)
+    rows = max(1, min(config.train.per_device_batch_size, SAMPLED // seq_len))
+    if rows < config.train.per_device_batch_size or seq_len < config.data.seq_len:
         # Larger arrays reach the same rates.
         train = dataclasses.replace(
             config.train, per_device_batch_size=rows, global_batch_size=rows * config.batch_shards
         )
-        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=window))
-    model, window = config.model, config.data.seq_len
-    tokens = max(1, config.train.per_device_batch_size * window)
+        config = dataclasses.replace(config, train=train, data=dataclasses.replace(config.data, seq_len=seq_len))
+    model, seq_len = config.model, config.data.seq_len
+    tokens = max(1, config.train.per_device_batch_size * seq_len)
     dtype = jnp.dtype(model.dtype)
     peak = measure_matmul_tflops() * 1e12
     # Number of occurrences of each product in a micro-batch.
@@ -113,7 +113,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
             products[product] += kind.num_layers
     head = _Product(config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
     repeats: dict[_Product, float] = {**products, head: products[head] + tokens / head.rows}
-    ranges = list(query_ranges(window, 0))
+    ranges = list(query_ranges(seq_len, 0))
     # A block with about the mean number of keys.
     part = ranges[len(ranges) // 2]
     queries = min(QUERY_BLOCK, part.last - part.first)
@@ -140,19 +140,19 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     dispatch = sum(dispatch_bytes(plain, kind) * kind.num_layers for kind in layer_stacks(model)) / bandwidth
     seconds_beside = max(0.0, beside) + 3 * plain.accumulation * dispatch
     elementwise = work.memory_bytes / bandwidth / (_elementwise_seconds(plain, seconds) + seconds_beside)
-    share = jax.local_device_count()
+    num_devices = jax.local_device_count()
     chip = Chip(
         name='cpu',
         platform='cpu',
         kind=platform.machine(),
-        tflops=peak / 1e12 / share,
-        memory=host_memory() // share,
-        memory_bandwidth=bandwidth / share,
-        per_node=share,
+        tflops=peak / 1e12 / num_devices,
+        memory=host_memory() // num_devices,
+        memory_bandwidth=bandwidth / num_devices,
+        per_node=num_devices,
         # A transfer between two devices is a copy in memory.
-        link_bandwidth=bandwidth / share / 2,
+        link_bandwidth=bandwidth / num_devices / 2,
         network_bandwidth=1.25e9,
-        host_bandwidth=bandwidth / share / 2,
+        host_bandwidth=bandwidth / num_devices / 2,
     )
     efficiency = Efficiency(
         products=IN_PROGRAM * flops / product_seconds / peak,
@@ -232,7 +232,7 @@ def _attention_block(size: tuple[int, int, int, int], dtype: Any) -> _Program:
 
 
 def _attention_programs(config: Config) -> dict[Any, _Program]:
-    """Returns programs of attention, forward and backward, with the model's kernel, one for each window."""
+    """Returns programs of attention, forward and backward, with the model's kernel, one for each sliding window."""
     model, length, rows = config.model, config.data.seq_len, config.train.per_device_batch_size
     dtype = jnp.dtype(model.dtype)
     (q_BTNH,) = _structs(dtype, (rows, length, model.num_heads, model.head_dim))
@@ -257,8 +257,8 @@ def _attention_seconds(config: Config, seconds: Mapping[Any, float]) -> float:
 
 def _elementwise_programs(config: Config) -> dict[Any, _Program]:
     """Returns programs of norms, activations and loss, forward and backward, and of the update."""
-    model, window, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
-    dtype, tokens = jnp.dtype(model.dtype), micro_batch * window
+    model, seq_len, micro_batch = config.model, config.data.seq_len, config.train.per_device_batch_size
+    dtype, tokens = jnp.dtype(model.dtype), micro_batch * seq_len
     num_inputs = 2 if model.activation in GATED_ACTIVATIONS else 1
 
     def activation(h: jax.Array) -> jax.Array:

@@ -77,14 +77,14 @@ class StepTime(NamedTuple):
     @property
     def bound(self) -> str:
         """Returns the largest component of the step: compute | memory | communication | host | idle."""
-        shares = {
+        components = {
             'compute': self.compute,
             'memory': self.memory,
             'communication': self.communication - self.hidden,
             'host': self.host,
             'idle': self.idle,
         }
-        return max(shares, key=lambda name: shares[name])
+        return max(components, key=lambda name: components[name])
 
 
 class Mfu(NamedTuple):
@@ -256,13 +256,13 @@ def _rings(group: int, chip: Chip, island: int) -> float:
     return dimensions * (1.0 if island >= CLOSED_TORUS[chip.torus] else 0.5)
 
 
-def tokens_per_second(seconds: float, *, global_batch: int, window: int) -> float:
+def tokens_per_second(seconds: float, *, global_batch: int, seq_len: int) -> float:
     """Returns the throughput of all devices together."""
-    return global_batch * window / seconds
+    return global_batch * seq_len / seconds
 
 
-def mfu(config: Config, window: int, *, tokens_per_second: float, num_devices: int, tflops: float) -> Mfu:
+def mfu(config: Config, seq_len: int, *, tokens_per_second: float, num_devices: int, tflops: float) -> Mfu:
     """Returns the MFU on `num_devices` devices with a peak of `tflops` each."""
-    flops = step_flops(config, window)
+    flops = step_flops(config, seq_len)
     peak = num_devices * tflops * 1e12
     return Mfu(tokens_per_second * flops.causal / peak, tokens_per_second * flops.full / peak)

@@ -31,6 +31,6 @@ class Transfer(NamedTuple):
     @property
     def sent(self) -> float:
         """Returns the bytes that each device sends in a step, with the optimal algorithm (a ring)."""
-        share = (self.group - 1) / self.group
-        factor = {'all-reduce': 2 * share, 'collective-permute': 1}.get(self.kind, share)
+        fraction = (self.group - 1) / self.group
+        factor = {'all-reduce': 2 * fraction, 'collective-permute': 1}.get(self.kind, fraction)
         return self.count * self.size * factor

@@ -66,8 +66,8 @@ class Prompts(NamedTuple):
         digest = hashlib.sha256()
         for ids, task in zip(self.ids, self.tasks, strict=True):
             # The ids determine the prompt.
-            facts = {key: value for key, value in task.items() if key not in (*PROMPT_KEYS, TOOLS)}
-            digest.update(json.dumps([ids.tolist(), facts], sort_keys=True).encode() + b'\n')
+            fields = {key: value for key, value in task.items() if key not in (*PROMPT_KEYS, TOOLS)}
+            digest.update(json.dumps([ids.tolist(), fields], sort_keys=True).encode() + b'\n')
         return digest.hexdigest()
 
     def location(self, index: int) -> str:

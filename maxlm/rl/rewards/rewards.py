@@ -136,7 +136,7 @@ def tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | N
 
 def all_tests(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float]:
     """Returns 1.0 for each response that passes all tests, else 0.0."""
-    return [float(share == 1.0) for share in tests(responses, tasks, pool)]
+    return [float(fraction == 1.0) for fraction in tests(responses, tasks, pool)]
 
 
 REWARDS: dict[str, BatchReward] = {

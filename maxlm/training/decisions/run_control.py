@@ -14,7 +14,7 @@ from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import GuardConfig
 
 # Share of a budget from which an alert is sent.
-ALERT_SHARE = 0.8
+ALERT_FRACTION = 0.8
 
 
 class RunControl(NamedTuple):
@@ -33,8 +33,9 @@ class RunControl(NamedTuple):
         best_validation_loss: lowest validation loss, for early stopping.
         evaluations_without_progress: number of evaluations since that loss improved.
         planned_step: steps completed at the last decision of `num_steps`.
-        planned_share: share of the schedule completed at that step; see `maxlm.training.optimizers.schedule.Progress`.
-        warmup_share: share of the schedule at the end of the warm-up.
+        planned_share: fraction of the schedule completed at that step; see
+            `maxlm.training.optimizers.schedule.Progress`.
+        warmup_share: fraction of the schedule at the end of the warm-up.
         budget: budget for which `num_steps` was decided.
         step_seconds: duration of a step; 0 means not measured.
         batch_sizes: sizes of the global batch; see `maxlm.data.loader.batch_rows.Changes`.
@@ -121,13 +122,13 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
         tried = f', after {decisions.rollbacks} rollback(s) (guard.max_rollbacks)' if decisions.rollbacks else ''
         return Stop(f'{where}{tried}; {advice}')
     before = bad.first - 1
-    wanted = max(0, before - guard.rollback_skip_steps)
+    target = max(0, before - guard.rollback_skip_steps)
     earliest = decisions.batch_sizes[-1][0] if decisions.batch_sizes else 0
     good = [step for step in saved if earliest <= step <= before]
     if not good:
         return Stop(f'{where}, and there is no older checkpoint; {advice}')
-    step = max((step for step in good if step <= wanted), default=min(good))
-    return Rollback(step, max(step, wanted), bad.last)
+    step = max((step for step in good if step <= target), default=min(good))
+    return Rollback(step, max(step, target), bad.last)
 
 
 def rolled_back(
@@ -218,25 +219,25 @@ class Budget(NamedTuple):
     """Use of a budget.
 
     Attributes:
-        share: spent share of the budget.
+        fraction: spent fraction of the budget.
         name: config key and value of the budget.
     """
 
-    share: float
+    fraction: float
     name: str
 
     @property
     def alert(self) -> bool:
-        """Returns True if the spent share requires an alert."""
-        return self.share >= ALERT_SHARE
+        """Returns True if the spent fraction requires an alert."""
+        return self.fraction >= ALERT_FRACTION
 
     @property
     def used_up(self) -> bool:
-        return self.share >= 1
+        return self.fraction >= 1
 
 
 def budget_spent(decisions: RunControl, config: Config) -> Budget | None:
-    """Returns the budget with the largest spent share; None if the config has no budget."""
+    """Returns the budget with the largest spent fraction; None if the config has no budget."""
     train, guard = config.train, config.guard
     spent = {
         'train.hours': (decisions.hours, train.hours),
@@ -256,7 +257,7 @@ def seconds_left(decisions: RunControl, config: Config, num_devices: int) -> flo
     limits += [(decisions.dollars / rate, limit / rate) for limit in (train.dollars, guard.max_dollars) if limit]
     if not limits:
         return None
-    hours = [share * limit - spent for spent, limit in limits for share in (ALERT_SHARE, 1.0)]
+    hours = [fraction * limit - spent for spent, limit in limits for fraction in (ALERT_FRACTION, 1.0)]
     return 3600 * min((left for left in hours if left > 0), default=0.0)
 
 

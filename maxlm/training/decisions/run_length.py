@@ -14,19 +14,19 @@ from maxlm.training.optimizers.schedule import Progress
 
 # Steps at the start of a process that are not measured: they are slower (caches, connections).
 UNMEASURED_STEPS = 5
-# Number of measured steps before the first decision; fewer if they take this share of the budget.
+# Number of measured steps before the first decision; fewer if they take this fraction of the budget.
 MEASURED_STEPS = 20
-MEASURED_SHARE = 0.02
-# Measurement window of later decisions: the smallest number of steps, and the share of all steps.
+MEASURED_FRACTION = 0.02
+# Number of measured steps of later decisions: the smallest one, and the fraction of all steps.
 FEWEST_STEPS = 4
-WINDOW_SHARE = 0.01
-# Share of the budget reserved for unpredictable costs.
+RECENT_FRACTION = 0.01
+# Fraction of the budget reserved for unpredictable costs.
 RESERVE = 0.01
-# The length changes only if the new one differs by more than this share of the remaining steps.
+# The length changes only if the new one differs by more than this fraction of the remaining steps.
 TOLERANCE = 0.02
-# The longest time between two decisions, as shares of the budget and of the remaining time.
-BUDGET_SHARE = 0.005
-LEFT_SHARE = 0.1
+# The longest time between two decisions, as fractions of the budget and of the remaining time.
+BUDGET_FRACTION = 0.005
+REMAINING_FRACTION = 0.1
 
 
 class Costs(NamedTuple):
@@ -117,13 +117,13 @@ def measured_steps(decisions: RunControl, step: int) -> int:
     """
     if not decisions.num_steps:
         return MEASURED_STEPS
-    most = max(MEASURED_STEPS, int(WINDOW_SHARE * decisions.num_steps))
+    most = max(MEASURED_STEPS, int(RECENT_FRACTION * decisions.num_steps))
     return max(FEWEST_STEPS, min(most, decisions.num_steps - step))
 
 
 def next_decision(step: int, *, seconds_left: float, step_seconds: float, config: Config, num_devices: int) -> int:
     """Returns the step after which the length must be decided again."""
-    seconds = min(BUDGET_SHARE * budget_seconds(config, num_devices), LEFT_SHARE * seconds_left)
+    seconds = min(BUDGET_FRACTION * budget_seconds(config, num_devices), REMAINING_FRACTION * seconds_left)
     return step + max(1, int(seconds / max(step_seconds, 1e-9)))
 
 
@@ -132,7 +132,7 @@ def progress_of(decisions: RunControl, config: Config) -> Progress:
     num_steps, warmup = apply_control(config, decisions).train.num_steps, config.optimizer.warmup_steps
     line = Progress(decisions.planned_step, decisions.planned_share, num_steps, decisions.warmup_share)
     if decisions.planned_step <= warmup:
-        # The warm-up is given in steps, so each decision during the warm-up changes its share.
+        # The warm-up is given in steps, so each decision during the warm-up changes its fraction.
         line = line._replace(warmup=line.at(warmup))
     return line
 
@@ -141,7 +141,7 @@ def at_start(decisions: RunControl, config: Config, step: int) -> RunControl:
     """Returns the decisions of a restored checkpoint, adapted to the run length in `config`.
 
     If the budget changed, the schedule is stretched over the new budget, as after a change of `train.num_steps`.
-    Its progress is then the share of the new budget that is spent, and the length is decided after the next step.
+    Its progress is then the fraction of the new budget that is spent, and the length is decided after the next step.
     """
     if not config.by_budget:
         return decisions._replace(num_steps=0, budget=0.0)
@@ -149,6 +149,6 @@ def at_start(decisions: RunControl, config: Config, step: int) -> RunControl:
     # Checkpoints of older versions have a length and no budget.
     if decisions.budget == budget or not step or (decisions.num_steps and not decisions.budget):
         return decisions
-    share = min(1.0, (decisions.hours if config.train.hours else decisions.dollars) / budget)
-    warmup = share * min(1.0, config.optimizer.warmup_steps / step)
-    return decisions._replace(num_steps=0, planned_step=step, planned_share=share, warmup_share=warmup, budget=budget)
+    spent = min(1.0, (decisions.hours if config.train.hours else decisions.dollars) / budget)
+    warmup = spent * min(1.0, config.optimizer.warmup_steps / step)
+    return decisions._replace(num_steps=0, planned_step=step, planned_share=spent, warmup_share=warmup, budget=budget)

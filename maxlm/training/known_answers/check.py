@@ -149,5 +149,5 @@ def _key(identity: dict[str, Any], about: Any) -> str:
     flags = {name: os.environ.get(name) for name in FLAGS}
     settings: Any = jax.config
     precision = settings.jax_default_matmul_precision
-    facts = (maxlm.__version__, uuids, versions, packages, flags, precision, about)
-    return f'known-answers-{hashlib.sha256(repr(facts).encode()).hexdigest()}'
+    parts = (maxlm.__version__, uuids, versions, packages, flags, precision, about)
+    return f'known-answers-{hashlib.sha256(repr(parts).encode()).hexdigest()}'

@@ -89,7 +89,7 @@ def distillation(
     """
     chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups)
     vocab_size, shards = kernel_DV.shape[1], partitioning.num_shards('vocab')
-    temperature, share = distill.temperature, distill.weight
+    temperature, fraction = distill.temperature, distill.weight
     taught: tuple[jax.Array, ...] = tuple(map(jax.lax.stop_gradient, teacher[:2]))
     stored = isinstance(teacher, StoredOutputs)
     teacher_RPDV = None if stored else chunks.spread(taught[1])
@@ -118,7 +118,7 @@ def distillation(
         student = softcap(scores_RPNV, logit_softcap)
         loss, log_z_squared = token_sums(without_padding(student, vocab_size), targets, weights)
         found = weights * temperature**2 * divergence(tempered(student), outputs)
-        objective = (1 - share) * loss + share * found
+        objective = (1 - fraction) * loss + fraction * found
         return (objective + z_loss * log_z_squared if z_loss else objective).sum(), (loss, log_z_squared, found)
 
     inputs = (targets_BT, weights_BT, *((x[..., :k] for x in taught) if stored else taught[:1]))

@@ -243,18 +243,18 @@ def _decode(codes: jax.Array) -> jax.Array:
 def _encode_signed(ratios: jax.Array, noise: jax.Array) -> jax.Array:
     y = jnp.abs(ratios)
     low = jnp.floor(jnp.sqrt(y) * SIGNED_LEVELS)
-    # Relative position between low² and (low + 1)². If rounding has made `low` one too large, `share` is negative and
-    # the result is `low`, which is correct.
-    share = (y * SIGNED_LEVELS**2 - low**2) / (2 * low + 1)
-    q = jnp.minimum(low + (noise < share), SIGNED_LEVELS)
+    # Relative position between low² and (low + 1)². If rounding has made `low` one too large, `fraction` is negative
+    # and the result is `low`, which is correct.
+    fraction = (y * SIGNED_LEVELS**2 - low**2) / (2 * low + 1)
+    q = jnp.minimum(low + (noise < fraction), SIGNED_LEVELS)
     return (jnp.sign(ratios) * q).astype(jnp.int8)
 
 
 def _encode_positive(ratios: jax.Array, noise: jax.Array) -> jax.Array:
     top = POSITIVE_LEVELS + FIRST
     low = jnp.floor(jnp.sqrt(jnp.sqrt(ratios)) * top)
-    share = (ratios * float(top**4) - low**4) / ((low + 1) ** 4 - low**4)
-    return jnp.clip(low + (noise < share) - FIRST, 0, POSITIVE_LEVELS).astype(jnp.uint8)
+    fraction = (ratios * float(top**4) - low**4) / ((low + 1) ** 4 - low**4)
+    return jnp.clip(low + (noise < fraction) - FIRST, 0, POSITIVE_LEVELS).astype(jnp.uint8)
 
 
 def _scale_sharding(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:

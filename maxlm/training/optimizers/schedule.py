@@ -16,25 +16,26 @@ KEY = 'optimizer.schedule'
 
 
 class Progress(NamedTuple):
-    """Progress of a schedule whose length is decided during the run: a line from `share` at `step` to 1 at `num_steps`.
+    """Progress of a schedule whose length is decided during the run.
 
-    Each new decision continues from the progress at that step, so the learning rate never jumps.
+    It is a line from `fraction` at `step` to 1 at `num_steps`. Each new decision continues from the progress at that
+    step, so the learning rate never jumps.
 
     Attributes:
         step: number of steps completed at the last decision of the length.
-        share: share of the schedule completed at that step.
+        fraction: fraction of the schedule completed at that step.
         num_steps: number of steps of the entire run.
-        warmup: share of the schedule at the end of the warm-up.
+        warmup: fraction of the schedule at the end of the warm-up.
     """
 
     step: Any
-    share: Any
+    fraction: Any
     num_steps: Any
     warmup: Any
 
     def at(self, step: Any) -> Any:
-        """Returns the share of the schedule completed after `step` steps, with `step` ≥ `self.step`."""
-        return self.share + (1 - self.share) * (step - self.step) / (self.num_steps - self.step)
+        """Returns the fraction of the schedule completed after `step` steps, with `step` ≥ `self.step`."""
+        return self.fraction + (1 - self.fraction) * (step - self.step) / (self.num_steps - self.step)
 
     def position(self, step: Any, *, num_steps: int, warmup_steps: int) -> jax.Array:
         """Returns the update of a schedule of `num_steps` updates that corresponds to `step`, a float32 scalar.

@@ -50,12 +50,12 @@ def test_fp8_equals_transformers(tmp_path, shape, monkeypatch):
     files = opened(tmp_path, {'a.weight': codes, 'a.weight_scale_inv': scales, 'norm.weight': norm}, FP8)
     assert files.shapes == {'a.weight': shape, 'norm.weight': (4,)}
     files.check_dtypes(list(files.shapes))
-    wanted = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).numpy()
-    np.testing.assert_array_equal(files.read('a.weight'), wanted)
+    expected = _dequantize_fp8_weight(codes, scales, [128, 128], torch.float32).numpy()
+    np.testing.assert_array_equal(files.read('a.weight'), expected)
     np.testing.assert_array_equal(files.read('norm.weight'), norm.numpy())
     assert files.equal('a.weight', 'a.weight')
     # Negative control: the scales matter.
-    assert np.abs(wanted - codes.float().numpy()).max() > 0.1
+    assert np.abs(expected - codes.float().numpy()).max() > 0.1
 
 
 def test_mxfp4_equals_transformers(tmp_path, monkeypatch):
@@ -99,10 +99,10 @@ def test_an_fp8_checkpoint_is_imported(tmp_path):
     config['quantization_config'] = {**FP8, 'weight_block_size': list(block)}
     (directory / 'config.json').write_text(json.dumps(config))
     import_model(str(directory), str(tmp_path / 'quantized'), show=False)
-    found, wanted = (ParamsReader(tmp_path / name / 'checkpoints' / '0') for name in ('quantized', 'floats'))
-    assert found.shapes == wanted.shapes
-    for path in wanted.shapes:
-        np.testing.assert_array_equal(found.read(path), wanted.read(path))
+    found, expected = (ParamsReader(tmp_path / name / 'checkpoints' / '0') for name in ('quantized', 'floats'))
+    assert found.shapes == expected.shapes
+    for path in expected.shapes:
+        np.testing.assert_array_equal(found.read(path), expected.read(path))
 
 
 def test_an_mxfp4_checkpoint_is_imported(tmp_path):
@@ -122,10 +122,10 @@ def test_an_mxfp4_checkpoint_is_imported(tmp_path):
     config = json.loads((directory / 'config.json').read_text())
     (directory / 'config.json').write_text(json.dumps({**config, 'quantization_config': MXFP4}))
     import_model(str(directory), str(tmp_path / 'quantized'), show=False)
-    found, wanted = (ParamsReader(tmp_path / name / 'checkpoints' / '0') for name in ('quantized', 'floats'))
-    assert found.shapes == wanted.shapes
-    for path in wanted.shapes:
-        np.testing.assert_array_equal(found.read(path), wanted.read(path))
+    found, expected = (ParamsReader(tmp_path / name / 'checkpoints' / '0') for name in ('quantized', 'floats'))
+    assert found.shapes == expected.shapes
+    for path in expected.shapes:
+        np.testing.assert_array_equal(found.read(path), expected.read(path))
     # Control: gates and up-projections are different columns.
     gate, up = (found.read(f'blocks.feedforward.experts.{name}.kernel') for name in ('gate', 'up'))
     assert np.abs(gate - up).max() > 1

@@ -72,7 +72,7 @@ def test_incomplete_files_are_removed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('line', 'words'),
+    ('line', 'fragments'),
     [
         ('{', 'not JSON'),
         ('[' * 100_000, 'not JSON'),
@@ -87,14 +87,14 @@ def test_incomplete_files_are_removed(tmp_path):
         ({'messages': [{'role': 'user', 'content': 'x'}]}, 'chat_template'),
     ],
 )
-def test_bad_lines_are_named(tmp_path, line, words):
+def test_bad_lines_are_named(tmp_path, line, fragments):
     model = MODEL
     model.tokenizer_path = tmp_path / 'tokenizer.json'
     path = lines_of(tmp_path, {'prompt': 'fine'}, line)
     with pytest.raises(InputError) as info:
         read_lines(path, model)
     assert str(info.value).startswith(f'{path}:2: ')
-    assert words in str(info.value)
+    assert fragments in str(info.value)
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -117,13 +117,13 @@ def test_the_number_of_tokens_of_a_call_does_not_matter(shared, draw, monkeypatc
 
 def test_overlapping_requests_equal_separate_requests(fresh):
     rng, num = np.random.default_rng(0), 32
-    lengths, wanted = rng.integers(1, 60, num), rng.integers(1, 30, num)
+    lengths, num_tokens = rng.integers(1, 60, num), rng.integers(1, 30, num)
     prompts = [rng.integers(0, NUM_IDS, length).tolist() for length in lengths]
     # Every second prompt starts with the same prefix.
     prefix = rng.integers(0, NUM_IDS, 30).tolist()
     for prompt in prompts[::2]:
         prompt[:30] = prefix[: len(prompt)]
-    requests = [Request(tuple(p), int(n), GREEDY) for p, n in zip(prompts, wanted, strict=True)]
+    requests = [Request(tuple(p), int(n), GREEDY) for p, n in zip(prompts, num_tokens, strict=True)]
     found = {}
 
     def listen(number):
@@ -141,12 +141,12 @@ def test_overlapping_requests_equal_separate_requests(fresh):
                 fresh.submit(request, listen(number))
         fresh.step()
     together = [[token.id for delta in found[number] for token in delta.tokens] for number in range(num)]
-    assert [len(row) for row in together] == wanted.tolist()
+    assert [len(row) for row in together] == num_tokens.tolist()
     assert together == [likeliest(FAMILY, prompt, row) for prompt, row in zip(prompts, together, strict=True)]
     assert [deltas[-1].finish_reason for deltas in (found[n] for n in range(num))] == ['length'] * num
     assert fresh.state.cached_tokens > 0
     # One pass served several requests.
-    assert fresh.state.passes < sum(wanted) / 2
+    assert fresh.state.passes < sum(num_tokens) / 2
 
 
 def test_prefixes_are_shared_by_requests_with_the_same_salt_only(fresh):
@@ -382,7 +382,7 @@ def test_requests_that_do_not_fit_are_refused(shared):
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'max_context': 101}, 'max_context=101: must be from 1 to 100, the context length of the model, or 0'),
         ({'max_context': -1}, 'max_context=-1'),
@@ -392,8 +392,8 @@ def test_requests_that_do_not_fit_are_refused(shared):
         ({'cache': 'fp4'}, 'cache=fp4: must be one of model, int8'),
     ],
 )
-def test_settings_out_of_range(settings, words):
-    assert words in refusal(lambda: Engine(load(FAMILY), **settings))
+def test_settings_out_of_range(settings, fragments):
+    assert fragments in refusal(lambda: Engine(load(FAMILY), **settings))
 
 
 def test_embeddings_are_means_of_the_last_hidden_states(fresh):

@@ -147,8 +147,8 @@ def test_a_cache_keeps_its_contents_when_its_length_changes(cache, monkeypatch):
     assert {x.shape[3] for x in jax.tree.leaves(before)} == {25}
     grown = made.resize(state, 100).caches
     assert {window: cache.num_slots for window, cache in grown.items()} == {0: 100, 5: 64}
-    for x, wanted in zip(jax.tree.leaves(grown), jax.tree.leaves(before), strict=True):
-        np.testing.assert_array_equal(x[:, :, :, :25], wanted)
+    for x, old in zip(jax.tree.leaves(grown), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(x[:, :, :, :25], old)
         assert not np.any(x[:, :, :, 25:])
     again = made.resize(state._replace(caches=grown), 25).caches
     jax.tree.map(np.testing.assert_array_equal, again, before)
@@ -176,8 +176,8 @@ def test_int8_halves_the_cache_and_changes_little(plain, int8):
     assert small.cache_bytes == plain.cache_bytes // 2
     for prompt in (PROMPTS[2], [*PROMPTS[2], 3, 4, 5]):
         request = Request(tuple(prompt), 1, GREEDY, top_log_probs=5)
-        ((found,),), ((wanted,),) = small.complete([request]), plain.complete([request])
-        found_top, expected_top = dict(found.tokens[0].top), dict(wanted.tokens[0].top)
+        ((found,),), ((exact,),) = small.complete([request]), plain.complete([request])
+        found_top, expected_top = dict(found.tokens[0].top), dict(exact.tokens[0].top)
         common = found_top.keys() & expected_top.keys()
         assert len(common) >= 4
         differences = [abs(found_top[i] - expected_top[i]) for i in common]

@@ -50,8 +50,8 @@ def test_int8_latents_change_little():
     # A latent of 24 dims and a rotated key of 6 dims each have one scale of four bytes.
     assert small.cache_bytes * 4 * WIDTH == plain.cache_bytes * (WIDTH + 8)
     request = Request(tuple(PROMPTS[2]), 1, GREEDY, top_log_probs=5)
-    ((found,),), ((wanted,),) = small.complete([request]), plain.complete([request])
-    found_top, expected_top = dict(found.tokens[0].top), dict(wanted.tokens[0].top)
+    ((found,),), ((expected,),) = small.complete([request]), plain.complete([request])
+    found_top, expected_top = dict(found.tokens[0].top), dict(expected.tokens[0].top)
     differences = [abs(found_top[i] - expected_top[i]) for i in found_top.keys() & expected_top.keys()]
     assert len(differences) >= 4
     assert 0 < max(differences) < 0.3

@@ -7,7 +7,7 @@ from maxlm.inference.engine.requests import Request
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({'prompt': ()}, 'the prompt is empty; provide at least one character'),
         ({'max_tokens': 0}, 'max_tokens=0: must be at least 1'),
@@ -23,8 +23,8 @@ from maxlm.inference.engine.requests import Request
         ({'embed': True, 'max_tokens': 0, 'num_samples': 2}, 'embed: requires max_tokens=0'),
     ],
 )
-def test_values_out_of_range(settings, words):
-    with pytest.raises(InputError, match='^' + words.split('²')[0]):
+def test_values_out_of_range(settings, fragments):
+    with pytest.raises(InputError, match='^' + fragments.split('²')[0]):
         Request(**{'prompt': (1,), 'max_tokens': 5, **settings})
 
 

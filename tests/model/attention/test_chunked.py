@@ -70,8 +70,8 @@ def of_blocks(qkv, segments, g, window):
     return jax.jit(partial(with_gradients, attend))(qkv, g)
 
 
-def difference(found, wanted):
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, wanted, strict=True))
+def difference(found, expected):
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, expected, strict=True))
 
 
 # Lengths of one range, slightly more than one, several with a short last one, and ranges of two blocks each.
@@ -103,18 +103,18 @@ def test_a_soft_cap_of_scores(T, small):
     mask = mask_of(2, T, segments, 9)
     capped = partial(attend_blockwise, segments_BT=segments, window=9, softcap=0.7)
     found = jax.jit(partial(with_gradients, capped))(qkv, g)
-    wanted = jax.jit(partial(with_gradients, lambda q, k, v: dense(q, k, v, mask, 0.7)))(qkv, g)
-    assert difference(found, wanted) < 2e-5
+    expected = jax.jit(partial(with_gradients, lambda q, k, v: dense(q, k, v, mask, 0.7)))(qkv, g)
+    assert difference(found, expected) < 2e-5
     # Negative control: without the cap.
     assert difference(found, of_all_scores(qkv, segments, g, 9)) > 1e-2
 
 
 def test_bfloat16_is_near(small):
     qkv, segments, g = inputs(2, 90, 4, 2, 3)
-    wanted = of_all_scores(qkv, segments, g, 0)
+    expected = of_all_scores(qkv, segments, g, 0)
     low = of_blocks([x.astype(jnp.bfloat16) for x in qkv], segments, g.astype(jnp.bfloat16), 0)
     assert all(x.dtype == jnp.bfloat16 for x in low)
-    assert 1e-3 < difference([x.astype(jnp.float32) for x in low], wanted) < 0.1
+    assert 1e-3 < difference([x.astype(jnp.float32) for x in low], expected) < 0.1
 
 
 def shapes_in(T):

@@ -74,11 +74,11 @@ def blockwise(q, k, v, sinks, window=0):
 )
 def test_sinks_join_the_denominator(attend, mask):
     q, k, v, sinks = arrays()
-    wanted = reference(q, k, v, sinks, mask)
-    np.testing.assert_allclose(jax.jit(attend)(q, k, v, sinks), wanted, atol=1e-5)
+    expected = reference(q, k, v, sinks, mask)
+    np.testing.assert_allclose(jax.jit(attend)(q, k, v, sinks), expected, atol=1e-5)
     # The weights of the last head are almost 0.
-    assert np.abs(wanted[:, :, 3]).max() < 1e-6
-    assert np.abs(attend(q, k, v, None) - wanted)[:, :, 1].max() > 0.1
+    assert np.abs(expected[:, :, 3]).max() < 1e-6
+    assert np.abs(attend(q, k, v, None) - expected)[:, :, 1].max() > 0.1
 
 
 def test_gradients_equal_those_of_the_formula(monkeypatch):
@@ -88,8 +88,8 @@ def test_gradients_equal_those_of_the_formula(monkeypatch):
     def gradients(attend):
         return jax.jit(jax.grad(lambda *inputs: (attend(*inputs) * weights).sum(), argnums=(0, 1, 2, 3)))(*inputs)
 
-    found, wanted = gradients(blockwise), gradients(partial(reference, mask=CAUSAL))
-    for ours, theirs in zip(found, wanted, strict=True):
+    found, expected = gradients(blockwise), gradients(partial(reference, mask=CAUSAL))
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
     assert np.abs(found[3])[:3].min() > 1e-2
 

@@ -35,8 +35,8 @@ def test_a_text_in_a_tree_equals_the_text_alone(window, ranges, softcap, monkeyp
         return found, alone, attend_blockwise(q, k, v, None, **limits)
 
     found, alone, causal = jax.device_get(run(q, k, v))
-    for path, wanted in zip(laid.paths, alone, strict=True):
-        np.testing.assert_allclose(found[:, path], wanted, rtol=1e-5, atol=1e-5)
+    for path, expected in zip(laid.paths, alone, strict=True):
+        np.testing.assert_allclose(found[:, path], expected, rtol=1e-5, atol=1e-5)
     # Padding attends to itself.
     np.testing.assert_allclose(found[0, -1], np.repeat(v[0, -1], 2, axis=0), rtol=1e-5)
     # Negative control: plain causal attention over the row differs.

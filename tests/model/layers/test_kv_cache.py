@@ -77,13 +77,13 @@ def test_8_bit_caches_store_written_values():
     np.testing.assert_array_equal(exact.key_BKSH[0, :, :3], np.swapaxes(k[0, :3], 0, 1))
     assert not np.any(exact.key_BKSH[0, :, 3:])
     assert not np.any(other.value_BKSH)
-    for found, scale, wanted in (
+    for found, scale, expected in (
         (codes.key_BKSH, codes.key_scale_BKS, exact.key_BKSH),
         (codes.value_BKSH, codes.value_scale_BKS, exact.value_BKSH),
     ):
         assert found.dtype == jnp.int8
-        error = np.abs(found * scale[..., None] - wanted)[:, :, :3]
-        largest = np.abs(wanted).max(axis=-1, keepdims=True)[:, :, :3]
+        error = np.abs(found * scale[..., None] - expected)[:, :, :3]
+        largest = np.abs(expected).max(axis=-1, keepdims=True)[:, :, :3]
         assert np.all(error <= largest / 254 * 1.01)
         assert error.max() > 0
 

@@ -78,7 +78,7 @@ def test_fused_projections_equal_separate_ones(partitioning, rows, products, mon
     monkeypatch.setattr(linear, 'MIN_FUSED_ROWS', 10)
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
     together, num_together, program = outputs_and_gradients(fused_apply, partitioning, x)
-    alone, num_alone, wanted = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], SINGLE_DEVICE, x)
+    alone, num_alone, separate = outputs_and_gradients(lambda linears, x: [f(x) for f in linears], SINGLE_DEVICE, x)
     assert [y.shape for y in together[:3]] == [(*rows, *shape) for shape in OUTPUTS.values()]
     for found, expected in zip(together, alone, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -86,7 +86,7 @@ def test_fused_projections_equal_separate_ones(partitioning, rows, products, mon
         assert np.abs(found - 1.01 * expected).max() > 1e-3
     # Products of the forward pass, and both products of the backward pass.
     assert (num_together, num_alone) == (3 * products, 9)
-    assert program.flops == wanted.flops
+    assert program.flops == separate.flops
 
 
 def transposed(module):
@@ -116,9 +116,9 @@ def test_a_transposed_kernel_gives_the_same(rows, monkeypatch):
     x = np.random.default_rng(0).standard_normal((*rows, D), np.float32)
     expected, one_by_one, together, plain, right, wrong = run(x)
     for found in (one_by_one, together):
-        for y, wanted in zip(found, expected, strict=True):
-            assert y.shape == wanted.shape
-            np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)
+        for y, plain_y in zip(found, expected, strict=True):
+            assert y.shape == plain_y.shape
+            np.testing.assert_allclose(y, plain_y, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(right, plain, rtol=1e-5, atol=1e-5)
     # Negative control: the layout of a kernel matters.
     assert np.abs(wrong - plain).max() > 0.1

@@ -126,12 +126,12 @@ def test_new_adapters_change_nothing(settings):
     config, plain = small_config(**settings, **RANK), small_config(**settings)
     params = params_of(config)
     run = jax.jit(forward(config))
-    wanted, found = jax.jit(forward(plain))(params_of(plain), TOKENS), run(params, TOKENS)
-    assert np.array_equal(found, wanted)
+    expected, found = jax.jit(forward(plain))(params_of(plain), TOKENS), run(params, TOKENS)
+    assert np.array_equal(found, expected)
     assert found.dtype == jnp.dtype(config.model.dtype)
     # Negative control: other adapters change the output.
     changed = run(with_arrays(params, adapter_arrays(config.model)), TOKENS)
-    assert np.abs(np.float32(changed) - np.float32(wanted)).mean() > 0.02
+    assert np.abs(np.float32(changed) - np.float32(expected)).mean() > 0.02
 
 
 def test_the_program_without_adapters_is_unchanged():
@@ -155,10 +155,10 @@ def test_scan_and_remat_change_nothing():
 
         return jax.jit(jax.value_and_grad(loss))(params)
 
-    wanted = results()
+    expected = results()
     found = results(model__remat_policy='dots', model__scan_layers=False)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, wanted)
-    gradients = dict(dotted(wanted[1]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), found, expected)
+    gradients = dict(dotted(expected[1]))
     assert all(np.abs(gradient).max() > 1e-3 for path, gradient in gradients.items() if 'lora' in path)
 
 
@@ -212,8 +212,8 @@ def test_fused_projections_equal_separate_ones_with_joined_kernels(monkeypatch):
 
     together, num_together = run(fused_apply)
     alone, num_alone = run(lambda linears, x: [linear(x) for linear in linears])
-    for found, wanted in zip(together, alone, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
-        assert np.abs(found - 1.01 * wanted).max() > 1e-3
+    for found, expected in zip(together, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        assert np.abs(found - 1.01 * expected).max() > 1e-3
     # There are three kernels, two lora_a and two lora_b. Fused, the kernels are one product, and the lora_a are one.
     assert (num_together, num_alone) == (4, 7)

@@ -33,11 +33,11 @@ def norm_by_definition(x_BTD, scale_D, bias_D, *, is_centered, epsilon):
 def assert_same_pull_back(function, definition, arguments, dtype):
     """Asserts equal results, and equal gradients for one random gradient of the result."""
     found, pull_back = jax.vjp(jax.jit(function), *arguments)
-    wanted, pull_back_of_definition = jax.vjp(definition, *arguments)
-    cotangent = normal(9, wanted.shape, wanted.dtype)
+    expected, pull_back_of_definition = jax.vjp(definition, *arguments)
+    cotangent = normal(9, expected.shape, expected.dtype)
     for ours, theirs in zip(
         jax.tree.leaves((found, pull_back(cotangent))),
-        jax.tree.leaves((wanted, pull_back_of_definition(cotangent))),
+        jax.tree.leaves((expected, pull_back_of_definition(cotangent))),
         strict=True,
     ):
         assert ours.dtype == theirs.dtype

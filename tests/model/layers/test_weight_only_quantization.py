@@ -72,10 +72,10 @@ def test_round_trip(num_in, weights):
 
 def test_int4_by_hand():
     # The search finds the scales 1 and 0.5 of the columns, because both are exact.
-    wanted = np.array([[-8, 3.5], [7, -4], [1, 0], [-3, 0.5]], np.float32)
-    stored, again = both_ways(wanted, 1, Weights('int4', 0))
-    assert np.array_equal(again, wanted)
-    codes = np.round(wanted / np.asarray(stored.scales, np.float32)).astype(np.int64)
+    expected = np.array([[-8, 3.5], [7, -4], [1, 0], [-3, 0.5]], np.float32)
+    stored, again = both_ways(expected, 1, Weights('int4', 0))
+    assert np.array_equal(again, expected)
+    codes = np.round(expected / np.asarray(stored.scales, np.float32)).astype(np.int64)
     # The first value of a pair is in the low four bits.
     assert np.array_equal(np.asarray(stored.codes), (codes[::2] & 15) | ((codes[1::2] & 15) << 4))
 
@@ -186,9 +186,9 @@ def test_layouts_compute_the_same():
     config = with_weights(small_config(num_devices=4, **settings, mesh__fsdp=2, mesh__tensor=2), 'int4', 16)
     codes, _ = in_codes(random_params(small_config(**settings)), alone)
     found = hidden(config, codes, small_layout(config))
-    wanted = hidden(alone, codes)
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
-    assert wanted.std() > 0.1
+    expected = hidden(alone, codes)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    assert expected.std() > 0.1
     specs = param_shardings(config, small_layout(config))['blocks']['feedforward']['up']
     assert (specs['kernel_codes'].spec[1], specs['kernel_scales'].spec[1]) == (('fsdp', 'expert', 'context'), None)
     assert specs['kernel_scales'].spec[2] == 'tensor'

@@ -182,7 +182,7 @@ def test_a_mesh_that_cannot_span_islands():
 
 def test_utilization():
     config = planned()
-    speed = tokens_per_second(timed(config).total, global_batch=512, window=2048)
+    speed = tokens_per_second(timed(config).total, global_batch=512, seq_len=2048)
     of = mfu(config, 2048, tokens_per_second=speed, num_devices=8, tflops=H100.tflops)
     assert 0.25 < of.causal < of.full < 0.75
     half = mfu(config, 2048, tokens_per_second=speed / 2, num_devices=8, tflops=H100.tflops)
@@ -195,7 +195,7 @@ def test_utilization():
     bound = mfu(
         config,
         2048,
-        tokens_per_second=tokens_per_second(seconds.total, global_batch=512, window=2048),
+        tokens_per_second=tokens_per_second(seconds.total, global_batch=512, seq_len=2048),
         num_devices=8,
         tflops=H100.tflops,
     )

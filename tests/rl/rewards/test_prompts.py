@@ -172,5 +172,5 @@ def test_the_fingerprint_depends_on_prompts_tasks_and_encoder(tmp_path):
     ]
     assert len({first.fingerprint, *(prompts.fingerprint for prompts in others)}) == 6
     # Only the ids of a prompt count, so that former checkpoints can be resumed.
-    facts = [json.dumps([ids.tolist(), {'answer': n}]) for n, ids in enumerate(first.ids, start=1)]
-    assert first.fingerprint == hashlib.sha256('\n'.join([*facts, '']).encode()).hexdigest()
+    fields = [json.dumps([ids.tolist(), {'answer': n}]) for n, ids in enumerate(first.ids, start=1)]
+    assert first.fingerprint == hashlib.sha256('\n'.join([*fields, '']).encode()).hexdigest()

@@ -83,17 +83,17 @@ def test_every_control_has_an_accessible_name(tab):
     send(tab, 'Hello')
     finished(tab, 1)
     tab.click('#conversations .more')
-    wanted = {'button', 'textbox', 'spinbutton', 'radio', 'dialog', 'log', 'navigation'}
+    roles = {'button', 'textbox', 'spinbutton', 'radio', 'dialog', 'log', 'navigation'}
 
     def names():
         tree = tab.send('Accessibility.getFullAXTree')['nodes']
         found = [(node['role']['value'], node.get('name', {}).get('value', '')) for node in tree if not node['ignored']]
-        return [entry for entry in found if entry[0] in wanted]
+        return [entry for entry in found if entry[0] in roles]
 
     shown = names()
     tab.click('#open-settings')
     shown += names()
-    assert wanted <= {role for role, _ in shown}
+    assert roles <= {role for role, _ in shown}
     assert [entry for entry in shown if not entry[1]] == []
     expected = {'Actions for Hello', 'Conversation list', 'tiny: model information', 'Message', 'Rename', 'Export JSON'}
     expected |= {'Temperature', 'Top-p', 'Top-k', 'Min-p', 'Max tokens', 'Seed', 'API key', 'System prompt'}

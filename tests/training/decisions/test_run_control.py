@@ -34,7 +34,7 @@ GUARDED = {'guard__max_consecutive_skips': MOST, 'guard__rollback_skip_steps': 5
 
 
 @pytest.mark.parametrize(
-    ('bad', 'saved', 'wanted'),
+    ('bad', 'saved', 'expected'),
     [
         # Too few bad steps.
         (BadSteps(), [0], None),
@@ -51,14 +51,14 @@ GUARDED = {'guard__max_consecutive_skips': MOST, 'guard__rollback_skip_steps': 5
         (BadSteps(1, 3, 3), [0], Rollback(0, 0, 3)),
     ],
 )
-def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, wanted):
-    assert on_bad_steps(RunControl(), bad, saved, small_config(**GUARDED)) == wanted
+def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, expected):
+    assert on_bad_steps(RunControl(), bad, saved, small_config(**GUARDED)) == expected
     # The order of the checkpoints does not matter.
-    assert on_bad_steps(RunControl(), bad, saved[::-1], small_config(**GUARDED)) == wanted
+    assert on_bad_steps(RunControl(), bad, saved[::-1], small_config(**GUARDED)) == expected
 
 
 @pytest.mark.parametrize(
-    ('decisions', 'saved', 'words'),
+    ('decisions', 'saved', 'fragments'),
     [
         (
             RunControl(rollbacks=2),
@@ -71,12 +71,12 @@ def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, wanted):
         (RunControl(), [], ['there is no older checkpoint', 'optimizer.learning_rate', 'guard.spike_threshold']),
     ],
 )
-def test_a_run_that_cannot_roll_back_stops_with_a_reason(decisions, saved, words):
+def test_a_run_that_cannot_roll_back_stops_with_a_reason(decisions, saved, fragments):
     stop = on_bad_steps(decisions, BadSteps(31, 33, 3), saved, small_config(**GUARDED))
     assert isinstance(stop, Stop)
     assert '\n' not in stop.reason
-    for word in words:
-        assert word in stop.reason
+    for fragment in fragments:
+        assert fragment in stop.reason
     off = small_config(**{**GUARDED, 'guard__max_rollbacks': 0})
     assert isinstance(on_bad_steps(RunControl(), BadSteps(31, 33, 3), [0], off), Stop)
 
@@ -156,7 +156,7 @@ PRICED = {'train__price_per_hour': 2.5}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'hours', 'share', 'alert', 'used_up'),
+    ('settings', 'hours', 'fraction', 'alert', 'used_up'),
     [
         ({'guard__max_hours': 2.0}, 1.5, 0.75, False, False),
         ({'guard__max_hours': 2.0}, 1.6, 0.8, True, False),
@@ -170,13 +170,13 @@ PRICED = {'train__price_per_hour': 2.5}
         ({'train__num_steps': 0, 'train__dollars': 10.0, **PRICED}, 1.0, 1.0, True, True),
     ],
 )
-def test_budgets(settings, hours, share, alert, used_up):
+def test_budgets(settings, hours, fraction, alert, used_up):
     config = small_config(**settings)
     # Two attempts, the second with half of the devices at half of the cost.
     decisions = spend(RunControl(), 1800 * hours, num_devices=6, price_per_hour=config.train.price_per_hour)
     decisions = spend(decisions, 1800 * hours, num_devices=2, price_per_hour=config.train.price_per_hour)
     budget = budget_spent(decisions, config)
-    assert budget.share == pytest.approx(share)
+    assert budget.fraction == pytest.approx(fraction)
     assert (budget.alert, budget.used_up) == (alert, used_up)
     name, _, value = budget.name.partition('=')
     assert settings[name.replace('.', '__')] == float(value)
@@ -269,10 +269,10 @@ def test_a_rollback_equals_a_run_without_the_skipped_steps():
     assert decisions.rollbacks == 1
     assert decisions.skips == ((11, 16),)
     assert int(state.skipped) == 0
-    never, same, wanted = loop.run(first, RunControl(skips=decisions.skips))
+    never, same, expected = loop.run(first, RunControl(skips=decisions.skips))
     assert (same.rollbacks, int(never.skipped)) == (0, 0)
     jax.tree.map(np.testing.assert_array_equal, state, never)
-    np.testing.assert_array_equal([*losses.values()], [*wanted.values()])
+    np.testing.assert_array_equal([*losses.values()], [*expected.values()])
     # If the run is killed right after the rollback, it makes the same decisions again.
     kept, text = loop.run(first, RunControl(), max_attempts=1)
     again, same, _ = loop.run(kept, from_json(json.loads(text)))

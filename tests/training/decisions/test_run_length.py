@@ -133,8 +133,8 @@ def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
     if name == 'wsd':
         # The decay is linear over the last fifth of the progress.
         share = np.concatenate([[before.at(n) for n in range(at)], [after.at(n) for n in range(at, length + 1)]])
-        wanted = np.where(share > 0.8, 1e-2 - 9e-3 * (share - 0.8) / 0.2, 1e-2)
-        np.testing.assert_allclose(rise[10:], wanted[10:], rtol=1e-4)
+        expected = np.where(share > 0.8, 1e-2 - 9e-3 * (share - 0.8) / 0.2, 1e-2)
+        np.testing.assert_allclose(rise[10:], expected[10:], rtol=1e-4)
 
 
 def test_all_lengths_share_one_program():

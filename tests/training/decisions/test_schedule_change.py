@@ -9,7 +9,7 @@ HOURS = {'train__num_steps': 0, 'train__hours': 1.0}
 
 
 @pytest.mark.parametrize(
-    ('settings', 'words'),
+    ('settings', 'fragments'),
     [
         ({}, None),
         ({'train__log_every': 7}, None),
@@ -22,14 +22,14 @@ HOURS = {'train__num_steps': 0, 'train__hours': 1.0}
         (HOURS, 'train.hours was 0.0 and is 1.0: the learning rate of step 8 was 0.5 and is 0.667'),
     ],
 )
-def test_changes_of_the_schedule_are_reported(settings, words):
+def test_changes_of_the_schedule_are_reported(settings, fragments):
     old = small_config(**SCHEDULE, train__num_steps=12)
     config = small_config(**{**SCHEDULE, 'train__num_steps': 12, **settings})
     now = RunControl(planned_step=7, planned_share=0.5, warmup_share=0.25) if config.by_budget else RunControl()
     found = schedule_change(old, config, before=RunControl(), now=now, step=7, skipped=0)
-    assert (found is None) == (words is None)
+    assert (found is None) == (fragments is None)
     if found:
-        assert found[0].startswith(words)
+        assert found[0].startswith(fragments)
         assert found[1] == pytest.approx(0.5)
         assert found[2] == pytest.approx(learning_rate(config, now, 7, 0))
     # A skipped step does not count.

@@ -46,11 +46,11 @@ def chunked(chunk, z_loss=0.0):
 @pytest.mark.parametrize('chunk', [1, 5, 12, 100])
 def test_value_and_gradients_equal_the_plain_formula(chunk):
     found, grads = chunked(chunk)
-    loss_B, _, wanted_grads = plain(*inputs())
+    loss_B, _, expected_grads = plain(*inputs())
     np.testing.assert_allclose(found.objective, loss_B.sum(), rtol=1e-6)
     np.testing.assert_allclose(found.loss_B, loss_B, rtol=1e-5)
-    for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
-        np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=2e-6)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=2e-6)
     # Negative controls: the sums of rows differ, and an additional weight changes the sum.
     assert len(set(np.round(loss_B, 3))) == B
     hidden, kernel, targets, weights = inputs()
@@ -60,12 +60,12 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
 @pytest.mark.parametrize('chunk', [5, 12])
 def test_z_loss_is_a_separate_sum(chunk):
     found, grads = chunked(chunk, z_loss=0.1)
-    loss_B, z_B, wanted = plain(*inputs(), z_loss=0.1)
+    loss_B, z_B, expected = plain(*inputs(), z_loss=0.1)
     np.testing.assert_allclose(found.loss_B.sum(), loss_B.sum(), rtol=1e-6)
     np.testing.assert_allclose(found.log_z_squared_B, z_B, rtol=1e-5)
     np.testing.assert_allclose(found.objective, loss_B.sum() + 0.1 * z_B.sum(), rtol=1e-5)
-    for grad, wanted_grad, grad_without in zip(grads, wanted, plain(*inputs())[2], strict=True):
-        np.testing.assert_allclose(grad, wanted_grad, rtol=1e-4, atol=1e-5)
+    for grad, expected_grad, grad_without in zip(grads, expected, plain(*inputs())[2], strict=True):
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-4, atol=1e-5)
         # Negative control: the gradient differs without z-loss.
         assert np.abs(grad - grad_without).max() > 0.1
 

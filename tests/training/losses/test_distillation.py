@@ -83,15 +83,15 @@ def plain_objective(hidden, kernel, weight, temperature, top_k, z_loss):
 def test_values_and_gradients_equal_the_formula(weight, temperature, top_k, z_loss):
     found, gradients = run(weight=weight, temperature=temperature, top_k=top_k, z_loss=z_loss)
     arguments = (weight, temperature, top_k or V, z_loss)
-    wanted, of_both = jax.value_and_grad(plain_objective, (0, 1))(HIDDEN, KERNEL, *arguments)
-    np.testing.assert_allclose(found.objective, wanted, rtol=1e-5)
+    expected, of_both = jax.value_and_grad(plain_objective, (0, 1))(HIDDEN, KERNEL, *arguments)
+    np.testing.assert_allclose(found.objective, expected, rtol=1e-5)
     np.testing.assert_allclose(
         found.divergence_B, plain_divergence(HIDDEN, KERNEL, temperature, top_k or V).sum(1), rtol=1e-4, atol=1e-5
     )
     for gradient, right in zip(gradients, of_both, strict=True):
         np.testing.assert_allclose(gradient, right, rtol=1e-3, atol=1e-4)
     # Control: the loss depends on each setting.
-    assert abs(plain_objective(HIDDEN, KERNEL, weight, 1.1 * temperature, top_k or V, z_loss) - wanted) > 1e-3
+    assert abs(plain_objective(HIDDEN, KERNEL, weight, 1.1 * temperature, top_k or V, z_loss) - expected) > 1e-3
 
 
 def test_all_tokens_as_top_k_equal_the_complete_distribution():
@@ -123,18 +123,18 @@ def test_shards_equal_one_device(top_k):
     layout = small_layout(small_config(8, mesh__fsdp=2, mesh__context=2, mesh__tensor=2, data__seq_len=16))
     keys = {'weight': 0.6, 'temperature': 0.5, 'top_k': top_k, 'z_loss': 0.1, 'softcap': 5.0}
     found, gradients = run(partitioning=layout, **keys)
-    wanted, right = run(**keys)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+    expected, right = run(**keys)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, right)
 
 
 def test_the_largest_scores_do_not_depend_on_the_shards():
     scores = jnp.asarray(RNG.normal(size=(3, 24)))
     for k in (1, 5, 13, 24):
-        wanted = scores >= jnp.sort(scores)[:, -k][:, None]
+        expected = scores >= jnp.sort(scores)[:, -k][:, None]
         for shards in (1, 2, 8):
             found = largest(scores, k, shards)
-            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(found, expected)
             assert (found.sum(1) == k).all()
 
 
@@ -154,7 +154,7 @@ def test_stored_outputs_equal_the_teacher(mesh):
     for top_k in (7, 5):
         keys = {'weight': 0.8, 'temperature': 2.0, 'top_k': top_k}
         found, gradients = run(teacher=StoredOutputs(*jax.device_get(outputs)), partitioning=layout, **keys)
-        wanted, right = run(**keys)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
+        expected, right = run(**keys)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), gradients, right)
-    assert abs(run(weight=0.8, temperature=2.0)[0].objective - wanted.objective) > 1e-3
+    assert abs(run(weight=0.8, temperature=2.0)[0].objective - expected.objective) > 1e-3

@@ -136,10 +136,10 @@ def test_gradients_equal_the_derived_formula(dpo):
     weights, segments = batch[2:]
     _, by_answer = expected(pairs, dpo)
     places = [(row, s) for row in range(4) for s in np.unique(segments[row]) if weights[row][segments[row] == s].any()]
-    wanted = np.zeros_like(weights)
+    by_hand = np.zeros_like(weights)
     for (row, segment), value in zip(places, by_answer, strict=True):
-        wanted[row] += value * weights[row] * (segments[row] == segment)
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
+        by_hand[row] += value * weights[row] * (segments[row] == segment)
+    np.testing.assert_allclose(gradient, by_hand, rtol=1e-5, atol=1e-7)
     # Compares with finite differences of the loss in double precision.
     place = tuple(np.argwhere(weights)[5])
     with jax.enable_x64():
@@ -148,7 +148,7 @@ def test_gradients_equal_the_derived_formula(dpo):
             moved = [x.copy() for x in batch]
             moved[0][place] += step
             ends.append(float(preference_terms(*map(jnp.asarray, moved), dpo).objective))
-    np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, wanted[place], rtol=1e-6)
+    np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, by_hand[place], rtol=1e-6)
 
 
 @pytest.mark.parametrize('name', ['with next token', 'ipo with next token'])

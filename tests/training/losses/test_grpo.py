@@ -79,17 +79,17 @@ def test_loss_and_gradient_equal_the_formula(loss_type, kl_coef):
         'weights': token_weights(predicted, active, config),
     }
     (found, sums), gradient = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given)
-    wanted, wanted_gradient = by_hand(new, **given)
-    assert wanted != 0
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
-    np.testing.assert_allclose(gradient, wanted_gradient, atol=1e-6)
-    assert np.abs(wanted_gradient).max() > 1e-3
+    expected, expected_gradient = by_hand(new, **given)
+    assert expected != 0
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
+    assert np.abs(expected_gradient).max() > 1e-3
     # Groups with equal rewards have no gradient.
     assert not gradient[4:].any()
     # Some tokens are clipped and counted; without clipping the gradient differs.
     assert 0 < float(sums.clipped) < float(sums.tokens) == predicted.sum()
     free = {**given, 'config': dataclasses.replace(config, epsilon=100.0, epsilon_high=100.0)}
-    assert np.abs(by_hand(new, **free)[1] - wanted_gradient).max() > 1e-3
+    assert np.abs(by_hand(new, **free)[1] - expected_gradient).max() > 1e-3
 
 
 def test_first_epoch_gives_the_policy_gradient():
@@ -171,12 +171,12 @@ def test_one_step_per_rollout_needs_no_proximal_log_probabilities(loss_type):
 def test_decoupled_loss_with_weights_of_one_is_the_synchronous_loss(loss_type):
     config = dataclasses.replace(CONFIG, loss_type=loss_type)
     decoupled_config = dataclasses.replace(config, async_rollouts=True)
-    (wanted, _), slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
+    (expected, _), slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
     (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(NEW, OLD, config=decoupled_config)
-    assert (found, sums.importance, sums.truncated) == (wanted, 3, 0)
+    assert (found, sums.importance, sums.truncated) == (expected, 3, 0)
     np.testing.assert_array_equal(gradient, slope)
     # Negative control: a proximal policy that differs from that at sampling time.
-    assert decoupled(NEW, PROXIMAL, config=decoupled_config)[0] != wanted
+    assert decoupled(NEW, PROXIMAL, config=decoupled_config)[0] != expected
 
 
 def test_advantages_are_relative_to_the_group():
@@ -208,10 +208,10 @@ def test_values_at_unpredicted_positions_are_ignored():
     advantage = advantages(REWARDS, CONFIG)
     weights = token_weights(predicted, np.ones(B), CONFIG)
     given = {'config': CONFIG, 'predicted': predicted, 'reference': None, 'advantage': advantage, 'weights': weights}
-    wanted = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=old)
+    expected = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=old)
     changed = np.where(predicted > 0, old, -1e30).astype(np.float32)
     found = jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     # Negative control: a token of a response changes the loss.
     changed = np.where(predicted > 0, old - 1, old).astype(np.float32)
-    assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)[0][0] != wanted[0][0]
+    assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)[0][0] != expected[0][0]

@@ -60,8 +60,8 @@ def test_the_gradient_of_a_table():
     gradient = jax.grad(lambda *given: terms_of(*given).objective, argnums=(0, 1))
     by_model, by_reference = gradient(MODEL, REFERENCE, WEIGHTS, jnp.array([0.4]))
     desirable, first, second = SLOPES
-    wanted = [desirable, desirable, 0, first, 0, 0, second, second, 0, 0]
-    np.testing.assert_allclose(by_model[0], wanted, rtol=1e-5)
+    expected = [desirable, desirable, 0, first, 0, 0, second, second, 0, 0]
+    np.testing.assert_allclose(by_model[0], expected, rtol=1e-5)
     assert not by_reference.any()
 
 
@@ -115,12 +115,12 @@ ROWS = {
 
 @pytest.mark.parametrize('name', ROWS)
 def test_mismatched_answers(name):
-    pairs, wanted = ROWS[name]
+    pairs, expected = ROWS[name]
     batch = make_row(pairs)
     assert len(answers_of(batch)) == sum(document is not None for pair in pairs for document in pair)
     permuted, count = jax.device_get(jax.jit(mismatched_answers)(batch))
-    assert answers_of(permuted) == wanted
-    assert count == len(wanted)
+    assert answers_of(permuted) == expected
+    assert count == len(expected)
     assert sorted(permuted['tokens'][0]) == sorted(batch['tokens'][0])
     for key, array in batch.items():
         assert (permuted[key].shape, permuted[key].dtype) == (array.shape, array.dtype), key
@@ -131,4 +131,4 @@ def test_rows_are_permuted_independently():
     together, count = jax.jit(mismatched_answers)(jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows))
     for row, name in enumerate(ROWS):
         assert answers_of(jax.device_get(together), row) == ROWS[name][1]
-    assert count == sum(len(wanted) for _, wanted in ROWS.values())
+    assert count == sum(len(expected) for _, expected in ROWS.values())

@@ -42,9 +42,9 @@ def test_values_and_gradients_equal_log_softmax(inputs, chunk, cap):
         return jnp.square((plain(hidden, kernel, targets, cap) * cotangent).sum(axis=1)).sum()
 
     both = jax.jit(lambda *given: [jax.value_and_grad(f, argnums=(0, 1))(*given) for f in (ours, theirs)])
-    found, wanted = both(hidden, kernel)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, wanted)
-    assert min(np.abs(gradient).max() for gradient in wanted[1]) > 1
+    found, expected = both(hidden, kernel)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), found, expected)
+    assert min(np.abs(gradient).max() for gradient in expected[1]) > 1
 
 
 def test_entropies(inputs):

@@ -95,11 +95,11 @@ def test_a_model_learns_as_well(settings, num_steps, types):
     def with_moments(stored):
         return scale_by_adam(beta1=0.9, beta2=0.95, epsilon=1e-8, moments=stored, axes=axes, layout=layout)
 
-    first, wanted = final(with_moments('float32'))
-    assert wanted < first / 2
+    first, expected = final(with_moments('float32'))
+    assert expected < first / 2
     for stored in types:
         _, got = final(with_moments(stored))
-        assert got != wanted
-        assert abs(got / wanted - 1) < 0.001, stored
+        assert got != expected
+        assert abs(got / expected - 1) < 0.001, stored
     # Negative control: a crude code learns worse.
-    assert not abs(final(crude())[1] / wanted - 1) < 0.05
+    assert not abs(final(crude())[1] / expected - 1) < 0.05

@@ -88,14 +88,14 @@ def test_directions_equal_the_formula(warmup_steps):
     others = reference(grads, [0.95] * 6 if warmup_steps else increasing)
     # A wrong split treats only one axis of `out` as inputs, instead of two.
     wrong_split = reference(grads, momentums, split={'out': (N, H * D)})
-    for step, (grad, wanted, other, wrong) in enumerate(
+    for step, (grad, expected, other, wrong) in enumerate(
         zip(grads, reference(grads, momentums), others, wrong_split, strict=True)
     ):
         directions, state = update(grad, state)
-        assert distance(directions, wanted) < 1e-4
+        assert distance(directions, expected) < 1e-4
         # Negative controls: another momentum changes the result from the second step on; the first has no history.
-        assert (distance(other, wanted) > 1e-3) == (step > 0)
-        assert distance(wrong, wanted) > 0.1
+        assert (distance(other, expected) > 1e-3) == (step > 0)
+        assert distance(wrong, expected) > 0.1
     assert int(state.num_updates) == 6
 
 
@@ -116,12 +116,12 @@ def directions_of(moments, order):
 
 @pytest.mark.parametrize(('moments', 'error', 'stored'), [('bfloat16', 0.02, 2), ('int8', 0.2, 1 + 4 / 128)])
 def test_a_momentum_in_fewer_bits_gives_nearly_the_same_directions(moments, error, stored):
-    (wanted, _), (got, state), (other, _) = (
+    (expected, _), (got, state), (other, _) = (
         directions_of(*given) for given in (('float32', 1), (moments, 1), ('float32', -1))
     )
-    assert 1e-4 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < error
-    assert np.linalg.norm(other - wanted) / np.linalg.norm(wanted) > 0.5
-    assert sum(x.nbytes for x in jax.tree.leaves(state.momentum)) == stored * wanted.size
+    assert 1e-4 < np.linalg.norm(got - expected) / np.linalg.norm(expected) < error
+    assert np.linalg.norm(other - expected) / np.linalg.norm(expected) > 0.5
+    assert sum(x.nbytes for x in jax.tree.leaves(state.momentum)) == stored * expected.size
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -190,15 +190,15 @@ def test_every_mesh_equals_one_device(sizes):
     # Three layers do not divide over any mesh, eight divide over all.
     for layers in (3, 8):
         grads, others = random_kernels(0, layers), random_kernels(1, layers)
-        wanted = updated_on_one_device(grads)
+        expected = updated_on_one_device(grads)
         layout = layout_of(**sizes)
         muon = make_muon(layout)
         grads = sharded(layout, grads)
         state = muon.init(jax.tree.map(np.asarray, grads))
         momentum = jax.tree.map(lambda zeros, grad: jax.device_put(zeros, grad.sharding), state.momentum, grads)
         directions, state = jax.jit(muon.update)(grads, state._replace(momentum=momentum))
-        assert distance(directions, wanted) < ROUNDING
-        assert distance(updated_on_one_device(others), wanted) > 0.1
+        assert distance(directions, expected) < ROUNDING
+        assert distance(updated_on_one_device(others), expected) > 0.1
         for tree in (directions, state.momentum):
             assert jax.tree.all(jax.tree.map(lambda x, g: x.sharding.is_equivalent_to(g.sharding, x.ndim), tree, grads))
 

@@ -34,7 +34,7 @@ def memory_kinds(state):
     }
 
 
-def wanted_kinds(offload):
+def expected_kinds(offload):
     names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference', 'progress'}
     return {name: {HOST if name in ON_HOST[offload] else 'device'} for name in names}
 
@@ -56,18 +56,18 @@ def trained(request):
 
 def test_every_array_is_in_the_configured_memory(trained):
     config, layout, before, after = trained
-    wanted = wanted_kinds(config.mesh.host_offload)
+    kinds = expected_kinds(config.mesh.host_offload)
     for state in (abstract_state(config, layout), before, after):
-        assert memory_kinds(state) == wanted
+        assert memory_kinds(state) == kinds
     shardings = [jax.tree.map(lambda leaf: leaf.sharding, state) for state in (before, after)]
     assert shardings[0] == shardings[1]
     # Negative control: without offloading, all arrays are on the device.
     without = config_with('none')
-    assert memory_kinds(abstract_state(without, layout)) == wanted_kinds('none') != wanted
+    assert memory_kinds(abstract_state(without, layout)) == expected_kinds('none') != kinds
     # Arrays in host memory are sharded as on the device.
     kernel = after.params['blocks']['attention']['query']['kernel']
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
-    assert {shard.data.sharding.memory_kind for shard in kernel.addressable_shards} == wanted['params']
+    assert {shard.data.sharding.memory_kind for shard in kernel.addressable_shards} == kinds['params']
 
 
 def test_a_step_updates_every_part(trained):
@@ -122,8 +122,8 @@ def test_layer_by_layer_is_the_same_update(kind):
 
     results = jax.jit(layer_by_layer(update))(grads, params, opt_state)
     assert shapes == [[(6, 4)], [(4, 5)]]
-    wanted = update(grads, *to_device((params, opt_state)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), results, wanted)
+    on_device = update(grads, *to_device((params, opt_state)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), results, on_device)
     assert int(results[1][0]) == 8
     # Negative control: the result differs from the input.
     assert not np.allclose(results[0]['blocks']['kernel'], params['blocks']['kernel'])
@@ -135,8 +135,8 @@ def test_layer_by_layer_is_the_same_update(kind):
 @pytest.mark.parametrize('kind', [HOST, 'device'])
 def test_norm_of_arrays_on_the_host(kind):
     params, _ = example(kind)
-    wanted = np.sqrt(sum(np.square(np.asarray(leaf)).sum() for leaf in jax.tree.leaves(params)))
-    np.testing.assert_allclose(jax.jit(global_norm)(params), wanted, rtol=1e-6)
+    by_definition = np.sqrt(sum(np.square(np.asarray(leaf)).sum() for leaf in jax.tree.leaves(params)))
+    np.testing.assert_allclose(jax.jit(global_norm)(params), by_definition, rtol=1e-6)
     assert jax.jit(global_norm)({}) == 0
 
 

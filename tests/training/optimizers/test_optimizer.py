@@ -82,8 +82,8 @@ def test_kinds():
 def test_adamw_equals_the_formula():
     settings = {'learning_rate': 0.1, 'weight_decay': 0.5, 'epsilon': 1e-8, 'beta1': 0.9, 'beta2': 0.95}
     before, after = run(steps=3, **settings)
-    wanted, after = {path: np.array(value) for path, value in by_path(before).items()}, by_path(after)
-    for path, value in wanted.items():
+    expected, after = {path: np.array(value) for path, value in by_path(before).items()}, by_path(after)
+    for path, value in expected.items():
         m, v = np.zeros_like(value), np.zeros_like(value)
         for step in range(1, 4):
             grad = np.array(by_path(random_params(step))[path])
@@ -99,16 +99,16 @@ def test_adamw_equals_optax_bit_for_bit():
     _, params = run(steps=3, weight_decay=0.2)
     mask = map_kinds(lambda kind, _: kind != 'vector')
     optimizer = optax.adamw(0.5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.2, mask=mask)
-    wanted = random_params(0)
-    state = optimizer.init(wanted)
+    expected = random_params(0)
+    state = optimizer.init(expected)
     for step in range(3):
-        updates, state = optimizer.update(random_params(step + 1), state, wanted)
-        wanted = optax.apply_updates(wanted, updates)
-    jax.tree.map(np.testing.assert_array_equal, params, wanted)
+        updates, state = optimizer.update(random_params(step + 1), state, expected)
+        expected = optax.apply_updates(expected, updates)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
     # The states are equal too, so that checkpoints are interchangeable.
     config = small_config()
-    ours = make_optimizer(config, AXES, small_layout(config), make_schedule(config.optimizer, 20)).init(wanted)
-    assert jax.tree.structure(ours) == jax.tree.structure(optax.adamw(lambda _: 0.5, mask=mask).init(wanted))
+    ours = make_optimizer(config, AXES, small_layout(config), make_schedule(config.optimizer, 20)).init(expected)
+    assert jax.tree.structure(ours) == jax.tree.structure(optax.adamw(lambda _: 0.5, mask=mask).init(expected))
 
 
 @pytest.mark.parametrize('name', ['adamw', 'muon'])

@@ -208,12 +208,12 @@ def run(optimizer, shape, *, steps=3, first=0, place=lambda tree: tree):
 
 @pytest.mark.parametrize(('stored', 'error'), [('bfloat16', 0.01), ('int8', 0.06)])
 def test_directions_are_near_those_of_float32(stored, error):
-    (wanted, _), (got, _) = (run(adam(kind), (2, 64, 256), steps=20) for kind in ('float32', stored))
+    (exact, _), (got, _) = (run(adam(kind), (2, 64, 256), steps=20) for kind in ('float32', stored))
     (other, _) = run(adam('float32'), (2, 64, 256), steps=20, first=1)
-    wanted, got, other = (tree['kernel'] for tree in (wanted, got, other))
+    exact, got, other = (tree['kernel'] for tree in (exact, got, other))
 
     def distance(x):
-        return np.linalg.norm(x - wanted) / np.linalg.norm(wanted)
+        return np.linalg.norm(x - exact) / np.linalg.norm(exact)
 
     assert 1e-4 < distance(got) < error
     assert distance(other) > 0.3
@@ -337,17 +337,17 @@ def test_every_mesh_stores_the_same_bits(sizes, stored):
     for axes in AXES:
         place = functools.partial(jax.device_put, device=layout.named(*axes))
         _, found = run(adam(stored, layout, axes), (2, 64, 256), place=place)
-        wanted = on_one_device(stored, axes)
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        single = on_one_device(stored, axes)
+        jax.tree.map(np.testing.assert_array_equal, found, single)
         # Negative control: other gradients give other bits.
         other = on_one_device(stored, AXES[0], first=1)
-        assert not np.array_equal(jax.tree.leaves(other.mu)[0], jax.tree.leaves(wanted.mu)[0])
+        assert not np.array_equal(jax.tree.leaves(other.mu)[0], jax.tree.leaves(single.mu)[0])
 
 
 @pytest.mark.parametrize('stages', [1, 2])
 def test_layer_by_layer_is_the_same(stages, monkeypatch):
     shape, layout = (4, 64, 128), small_layout(small_config())
-    _, wanted = expected = run(adam('int8'), shape)
+    _, state_of_all = expected = run(adam('int8'), shape)
     monkeypatch.setattr(quantized_moments, 'STREAMED', 1)
     monkeypatch.setattr(type(layout), 'num_shards', lambda self, axis: stages if axis == 'layers' else 1)
     streamed = run(adam('int8'), shape)
@@ -360,7 +360,7 @@ def test_layer_by_layer_is_the_same(stages, monkeypatch):
     alike = np.broadcast_to(np.linspace(0.1, 1, 128), (4, 64, 128))
     stored = store(alike).codes
     assert (stored[0] != stored[1]).any()
-    assert isinstance(wanted.mu['kernel'], Blocks)
+    assert isinstance(state_of_all.mu['kernel'], Blocks)
 
 
 def test_a_large_stack_is_updated_without_float32_moments_of_all_layers(monkeypatch):

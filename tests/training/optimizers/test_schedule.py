@@ -15,30 +15,30 @@ def schedule(num_steps, **settings):
 
 def test_warmup_then_cosine():
     rate = schedule(110, min_learning_rate=0.1, warmup_steps=10)
-    for step, wanted in [(0, 0), (5, 0.5), (10, 1), (60, 0.55), (110, 0.1), (500, 0.1)]:
-        assert rate(step) == pytest.approx(wanted, abs=1e-6), step
+    for step, value in [(0, 0), (5, 0.5), (10, 1), (60, 0.55), (110, 0.1), (500, 0.1)]:
+        assert rate(step) == pytest.approx(value, abs=1e-6), step
     assert rate(35) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2, abs=1e-6)
 
 
 def test_warmup_then_linear():
     rate = schedule(110, schedule='linear', min_learning_rate=0.1, warmup_steps=10)
-    for step, wanted in [(0, 0), (5, 0.5), (10, 1), (35, 0.775), (60, 0.55), (110, 0.1), (500, 0.1)]:
-        assert rate(step) == pytest.approx(wanted, abs=1e-6), step
+    for step, value in [(0, 0), (5, 0.5), (10, 1), (35, 0.775), (60, 0.55), (110, 0.1), (500, 0.1)]:
+        assert rate(step) == pytest.approx(value, abs=1e-6), step
     # Negative control: a cosine schedule differs after a quarter of the steps.
     assert abs(schedule(110, min_learning_rate=0.1, warmup_steps=10)(35) - rate(35)) > 0.05
 
 
 def test_warmup_then_stable_then_decay():
     rate = schedule(100, schedule='wsd', wsd_decay_fraction=0.2, min_learning_rate=0.5, warmup_steps=10)
-    for step, wanted in [(0, 0), (9, 0.9), (10, 1), (50, 1), (80, 1), (81, 0.975), (90, 0.75), (100, 0.5), (200, 0.5)]:
-        assert rate(step) == pytest.approx(wanted, abs=1e-6), step
+    for step, value in [(0, 0), (9, 0.9), (10, 1), (50, 1), (80, 1), (81, 0.975), (90, 0.75), (100, 0.5), (200, 0.5)]:
+        assert rate(step) == pytest.approx(value, abs=1e-6), step
 
 
 def test_a_decay_that_would_begin_within_the_warmup_begins_at_its_end():
     overlapping = schedule(100, schedule='wsd', wsd_decay_fraction=0.9, warmup_steps=50)
     linear = schedule(100, schedule='linear', warmup_steps=50)
-    for step, wanted in [(25, 0.5), (50, 1), (75, 0.5), (100, 0)]:
-        assert overlapping(step) == pytest.approx(wanted, abs=1e-6), step
+    for step, value in [(25, 0.5), (50, 1), (75, 0.5), (100, 0)]:
+        assert overlapping(step) == pytest.approx(value, abs=1e-6), step
     assert [overlapping(step) for step in range(101)] == [linear(step) for step in range(101)]
     # Negative control: a shorter decay starts later.
     assert schedule(100, schedule='wsd', wsd_decay_fraction=0.4, warmup_steps=50)(59) == 1

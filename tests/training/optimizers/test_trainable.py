@@ -82,7 +82,7 @@ def test_trainable_overrides_frozen_also_for_the_average():
 
 
 def test_patterns_without_match_are_refused():
-    for key, patterns, words in (
+    for key, patterns, fragments in (
         (
             'frozen_params',
             ('blocks.attnetion.*',),
@@ -92,7 +92,7 @@ def test_patterns_without_match_are_refused():
         ('frozen_params', ('*',), 'freezes all parameters'),
     ):
         config = small_config(**{f'optimizer__{key}': patterns})
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(InputError, match=fragments):
             abstract_state(config, small_layout(config))
     with pytest.raises(InputError, match='use patterns'):
         small_config(optimizer__frozen_params=(3,))
@@ -124,8 +124,8 @@ def test_moments_are_sharded_as_their_parameters():
     layout = small_layout(config)
     abstract, state = abstract_state(config, layout), jax.eval_shape(lambda: init_state(config, layout))
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
-    for wanted, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
-        assert (leaf.shape, leaf.dtype) == (wanted.shape, wanted.dtype)
+    for expected, leaf in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
+        assert (leaf.shape, leaf.dtype) == (expected.shape, expected.dtype)
     mu = optax.tree.get(abstract.opt_state, 'mu')
     assert 'embedding' not in mu
     query = ('blocks', 'attention', 'query', 'kernel')

@@ -84,18 +84,18 @@ def test_quantized_moments(moments):
     """Stored moments are rounded, so their ratio is only close to that of float32 moments."""
     large = {'model__dim': 128, 'model__num_layers': 1}
     _, _, after, history = run(3, optimizer__moment_dtype=moments, **large)
-    wanted = run(3, **large)[3]
+    expected = run(3, **large)[3]
     kinds = {type(node) for node in jax.tree.leaves(adam_of(after).nu, is_leaf=lambda node: isinstance(node, Blocks))}
     assert (Blocks in kinds) == (moments == 'int8')
     for name in UPDATE_METRICS:
-        np.testing.assert_allclose(history[-1][name], wanted[-1][name], rtol=0.05)
+        np.testing.assert_allclose(history[-1][name], expected[-1][name], rtol=0.05)
 
 
 def test_all_meshes_give_the_same_values():
-    wanted = run(2)[3][-1]
+    expected = run(2)[3][-1]
     found = run(2, 8, mesh__fsdp=4, mesh__tensor=2, model__num_heads=4)[3][-1]
     for name in UPDATE_METRICS:
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4)
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4)
 
 
 def test_a_skipped_step_has_no_update():
@@ -127,7 +127,7 @@ def test_growing_and_shrinking_gradients():
         return state, update_metrics(grads, updates, state, jnp.bool_(True), config)
 
     def ratios(scales):
-        state, found, wanted, second = transform.init(params), [], [], np.zeros((3, 5))
+        state, found, expected, second = transform.init(params), [], [], np.zeros((3, 5))
         rng = np.random.default_rng(0)
         for count, scale in enumerate(scales, start=1):
             grads = {'kernel': jnp.float32(scale * rng.normal(size=(3, 5)))}
@@ -135,8 +135,8 @@ def test_growing_and_shrinking_gradients():
             found.append(float(metrics['second_moment_ratio']))
             square = np.float64(grads['kernel']) ** 2
             second = 0.95 * second + 0.05 * square
-            wanted.append(np.sqrt(np.mean(square / (second / (1 - 0.95**count)))))
-        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+            expected.append(np.sqrt(np.mean(square / (second / (1 - 0.95**count)))))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
         return found
 
     steady, grown, shrunk = ([1.0] * 100 + [scale] for scale in (1.0, 100.0, 0.01))
