@@ -64,7 +64,7 @@ class RunWriter:
         self._pass('start', START)
         total = self.processes * self.devices
         message = f'3,411,200 parameters on {total} × {self.kind}'
-        command = ['python', '-m', 'maxlm.train', '--config=configs/tiny.py', f'--workdir={self.workdir.name}']
+        command = ['maxlm', 'train', '--config=configs/tiny.py', f'--workdir={self.workdir.name}']
         self.event('started', message, command=command, **machine(self.kind, total, self.processes, self.price))
         if from_step:
             self._pass('restore', RESTORE)

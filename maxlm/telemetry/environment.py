@@ -38,10 +38,9 @@ NVIDIA_DRIVER = Path('/proc/driver/nvidia/version')
 _GIT_SECONDS = 5.0
 
 
-def command(argv: Sequence[str] | None = None) -> list[str]:
-    """Returns the command that restarts this run, without secrets. `argv` defaults to `sys.argv[1:]`."""
-    args = sys.argv[1:] if argv is None else argv
-    return ['python', '-m', 'maxlm.train', *public_command(args)]
+def command(name: str, argv: Sequence[str] | None = None) -> list[str]:
+    """Returns the command `maxlm NAME` that restarts this run, without secrets. `argv` defaults to `sys.argv[1:]`."""
+    return ['maxlm', name, *public_command(sys.argv[1:] if argv is None else argv)]
 
 
 def versions(driver: Path = NVIDIA_DRIVER) -> dict[str, str]:

@@ -49,7 +49,7 @@ def describe_start(
     return {
         'host': socket.gethostname(),
         'pid': os.getpid(),
-        'command': command(),
+        'command': command('grpo' if train.objective == 'grpo' else 'train'),
         'versions': versions(),
         'git': checkout(),
         'devices': devices(),

@@ -32,14 +32,9 @@ def test_gpu_driver_version(tmp_path, text, version):
 
 def test_command_reproduces_the_run_without_secrets():
     words = ['--config=configs/tiny.py', '--config.data.path=https://me:password@example.org/x?signature=secret']
-    assert command(words) == [
-        'python',
-        '-m',
-        'maxlm.train',
-        '--config=configs/tiny.py',
-        '--config.data.path=https://example.org/x',
-    ]
-    assert command()[:3] == ['python', '-m', 'maxlm.train']
+    public = ['--config=configs/tiny.py', '--config.data.path=https://example.org/x']
+    assert command('grpo', words) == ['maxlm', 'grpo', *public]
+    assert command('train')[:2] == ['maxlm', 'train']
 
 
 def test_checkout_reports_commit_and_dirty_state(tmp_path, monkeypatch):

@@ -125,12 +125,11 @@ def test_auto_reduces_the_batch_if_the_compiled_step_does_not_fit(memory):
         ('model.num_heads=65536', 'model.head_dim=65536'),
     ],
 )
-def test_oversized_configs_are_rejected_without_tracing(sizes, monkeypatch):
+def test_oversized_configs_are_rejected_before_the_step_is_traced(sizes, monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError('traced')
 
     monkeypatch.setattr(jax, 'jit', fail)
-    monkeypatch.setattr(jax, 'eval_shape', fail)
     config = load(f'{ROOT}/configs/tiny.py', [*SMALL, *sizes])
     resolver = partial(resolve, platform='cpu', num_devices=jax.device_count(), vocab_size=256, windows=100)
     with pytest.raises(InputError, match=r'per device, .* more than the available') as info:
