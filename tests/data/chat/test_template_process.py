@@ -84,7 +84,7 @@ def test_a_slow_conversation_does_not_affect_others():
 
 def test_a_long_conversation_does_not_delay_short_ones(monkeypatch):
     asked = []
-    process = types.SimpleNamespace(ask=lambda data: asked.append(len(data)) or b'["", [], {}]')
+    process = types.SimpleNamespace(call=lambda data: asked.append(len(data)) or b'["", [], {}]')
     monkeypatch.setattr(
         template_process, 'limited_process', lambda name, limits: asked.append(limits.cpu_seconds) or process
     )
