@@ -50,11 +50,11 @@ def gopher_repetition(document: Document) -> Document | FilterResult:
 
 
 def ngram_fractions(words: Sequence[str]) -> Iterator[tuple[int, float]]:
-    """Yields (n, share of the characters of all words) for n = 2 … 10. Stops at the first n without repeated n-grams.
+    """Yields (n, fraction of the characters of all words) for n = 2 … 10. Stops at the first n without a repetition.
 
-    For n in MAX_TOP_NGRAM_CHARACTERS, the share covers all occurrences of the most frequent n-gram. Among equally
-    frequent n-grams, the longest counts. For larger n, the share covers all n-grams that occurred earlier in the text.
-    Overlapping occurrences are counted once.
+    For n in MAX_TOP_NGRAM_CHARACTERS, the fraction covers all occurrences of the most frequent n-gram. Among equally
+    frequent n-grams, the longest counts. For larger n, the fraction covers all n-grams that occurred earlier in the
+    text. Overlapping occurrences are counted once.
     """
     table: dict[str, int] = {}
     ids = np.fromiter((table.setdefault(word, len(table)) for word in words), np.int64, len(words))
@@ -83,7 +83,7 @@ def ngram_fractions(words: Sequence[str]) -> Iterator[tuple[int, float]]:
 
 
 def _covered_fraction(starts: np.ndarray, n: int, lengths: np.ndarray) -> float:
-    """Returns the share of characters in the n words from each of `starts`.
+    """Returns the fraction of characters in the n words from each of `starts`.
 
     Args:
         starts: indices of the first words.
