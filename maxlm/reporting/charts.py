@@ -32,7 +32,7 @@ class Mark(NamedTuple):
 
     x: float
     kind: MarkKind
-    words: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +156,6 @@ def _merge_marks(marks: Sequence[Mark], end: float) -> list[Mark]:
     for mark in marks:
         groups.setdefault((mark.kind, int(mark.x / (end or 1.0) * _MAX_MARKS)), []).append(mark)
     return [
-        group[0] if len(group) == 1 else group[0]._replace(words=f'{len(group)} × {group[0].words}')
+        group[0] if len(group) == 1 else group[0]._replace(text=f'{len(group)} × {group[0].text}')
         for group in groups.values()
     ]

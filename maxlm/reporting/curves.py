@@ -62,7 +62,7 @@ def break_at_gaps(points: Sequence[Point], max_gap: float) -> list[Point]:
 
 
 def outlier_limit(values: Sequence[float], fraction: float = 0.02) -> float | None:
-    """Returns the upper end of a plot that omits the highest `fraction` of the values; None without outliers.
+    """Returns the upper end of a plot without values far above all but `fraction` of them; None without outliers.
 
     A run's first losses and its spikes would otherwise compress the rest of the curve.
     """

@@ -48,7 +48,7 @@ class SourceStats(SourceMetrics):
         if not self._weighted:
             return
         served = self._mixture.rows_taken(num_windows)
-        fractions = zip(*(mixture.shares for mixture in self._mixture.mixtures), strict=True)
+        fractions = zip(*(mixture.fractions for mixture in self._mixture.mixtures), strict=True)
         for name, stages, rows, windows in zip(self._all, fractions, served, self._windows, strict=True):
             requested = ' then '.join(f'{fraction:.2%}' for fraction in stages)
             text = f'source {name}: share {requested} requested, {rows / num_windows:.2%} actual; '

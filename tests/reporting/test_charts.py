@@ -71,7 +71,7 @@ def test_values_above_the_plot_are_counted():
 def test_marks():
     marks = [Mark(50, 'alert', 'spike'), *[Mark(70, 'restart', 'again')] * 3, Mark(900, 'change', 'outside')]
     found = data(LINE, marks=marks)
-    assert [mark['words'] for mark in found['marks']] == ['spike', '3 × again']
+    assert [mark['text'] for mark in found['marks']] == ['spike', '3 × again']
     assert found['mark_kinds'] == ['alert', 'restart']
 
 

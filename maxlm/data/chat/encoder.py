@@ -229,14 +229,14 @@ class ChatEncoder:
             conversation.messages, special=tuple(self._special), tools=conversation.tools
         )
         _refuse_lost_calls(conversation, rendered)
-        wanted = [
+        trains = [
             learned
             for message, learned in zip(conversation.messages, conversation.learned, strict=True)
             if message['role'] == 'assistant'
         ]
-        if not all(wanted) and len(wanted) != len(rendered.assistant_spans):
+        if not all(trains) and len(trains) != len(rendered.assistant_spans):
             raise ChatError('the chat template omits some assistant messages, so weight 0 cannot be applied')
-        trained = rendered.assistant_spans if all(wanted) else itertools.compress(rendered.assistant_spans, wanted)
+        trained = rendered.assistant_spans if all(trains) else itertools.compress(rendered.assistant_spans, trains)
         return list(self._cut(rendered, list(trained)))
 
     def _cut(self, rendered: Rendered, trained: Sequence[Span]) -> Iterator[_Piece]:

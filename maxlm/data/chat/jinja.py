@@ -38,7 +38,7 @@ _DATE_HINT = (
 _REASONING = ('reasoning_content', 'thinking', 'reasoning')
 
 
-class TemplateFacts(NamedTuple):
+class TemplateProperties(NamedTuple):
     """Properties of a template, from its source.
 
     Attributes:
@@ -68,7 +68,7 @@ class JinjaTemplate:
     """A compiled template.
 
     Attributes:
-        facts: properties of the template.
+        properties: properties of the template.
     """
 
     def __init__(self, source: str, *, is_trusted: bool = False):
@@ -95,7 +95,7 @@ class JinjaTemplate:
         constants = (node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str))
         texts = (*constants, *(node.data for node in tree.find_all(jinja2.nodes.TemplateData)))
         calls = tree.find_all(jinja2.nodes.ExtensionAttribute)
-        self.facts = TemplateFacts(
+        self.properties = TemplateProperties(
             texts,
             tuple(sorted(jinja2.meta.find_undeclared_variables(tree))),
             any(call.identifier == _Generation.identifier for call in calls),
@@ -127,7 +127,7 @@ class JinjaTemplate:
         data, placeholders = _hide(messages, special, tools)
         render, messages = self._renderer(data), data['messages']
         special = tuple(special)
-        if self.facts.has_generation:
+        if self.properties.has_generation:
             text, spans = find_blocks(
                 messages,
                 render,
@@ -160,7 +160,7 @@ class JinjaTemplate:
             text, spans, usual_end = finder.text, finder.find(), ''
             usual_end = finder.usual_end(spans[-1])
         except ChatError:
-            if not self.facts.has_generation:
+            if not self.properties.has_generation:
                 raise
             text, spans = find_blocks(messages, render, special, end_of_turn=str, is_trusted=True)
             usual_end = ''
@@ -211,8 +211,8 @@ class _Namespace(jinja2.utils.Namespace):
     """Namespace that refuses names with a leading underscore, which could be confused with Python's own attributes."""
 
     def __init__(*args: Any, **names: Any) -> None:
-        namespace, *given = args
-        for name in (values := dict(*given, **names)):
+        namespace, *mappings = args
+        for name in (values := dict(*mappings, **names)):
             _refuse_private(name)
         jinja2.utils.Namespace.__init__(namespace, values)
 

@@ -92,11 +92,11 @@ class ChatRecipe:
         return ChatTemplate(self.source, name=self.name)
 
 
-def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str], window: int) -> ChatRecipe:
+def make_chat_recipe(template_name: str, *, tokenizer: str, special_tokens: Sequence[str], window: int) -> ChatRecipe:
     """Returns the recipe for the command-line options of a template and a tokenizer.
 
     Args:
-        given: name in TEMPLATES, or a file; '' = the template in the tokenizer's directory, or DEFAULT_TEMPLATE.
+        template_name: name in TEMPLATES, or a file; '' = the template beside the tokenizer, or DEFAULT_TEMPLATE.
         tokenizer: spec of the tokenizer. The directory of a file, or the model on the hub, is searched for a template.
         special_tokens: special tokens in addition to those in the template.
         window: see `ChatRecipe`.
@@ -112,15 +112,15 @@ def make_chat_recipe(given: str, *, tokenizer: str, special_tokens: Sequence[str
         check_entries(directory, (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE_FILE, TOOL_TEMPLATE_FILE))
     config = read_json_object(directory / TOKENIZER_CONFIG) if directory else {}
     template_file = directory / CHAT_TEMPLATE_FILE if directory else Path(CHAT_TEMPLATE_FILE)
-    if not given and template_file.is_file():
+    if not template_name and template_file.is_file():
         name, template = str(template_file), load_template(str(template_file))
         if (with_tools := template_file.parent / TOOL_TEMPLATE_FILE).is_file():
             template = ChatTemplate(_either(load_template(str(with_tools)).source, template.source), name=name)
-    elif not given and directory and (kept := template_in(config, str(directory / TOKENIZER_CONFIG))):
+    elif not template_name and directory and (kept := template_in(config, str(directory / TOKENIZER_CONFIG))):
         name = str(directory / TOKENIZER_CONFIG)
         template = ChatTemplate(kept, name=name)
     else:
-        name = given or DEFAULT_TEMPLATE
+        name = template_name or DEFAULT_TEMPLATE
         template = load_template(name)
     older = read_json_object(directory / SPECIAL_TOKENS_MAP) if directory else {}
     named = {name: token_text(config.get(name)) or token_text(older.get(name)) for name in template.variables}

@@ -125,10 +125,10 @@ class ChatTemplate:
             self._template = JinjaTemplate(source, is_trusted=True) if known else RemoteTemplate(source, limits)
         except ChatError as error:
             raise InputError(f'{name}: {error}; fix the template') from error
-        facts = self._template.facts
-        self.texts, self.has_generation = facts.texts, facts.has_generation
+        properties = self._template.properties
+        self.texts, self.has_generation = properties.texts, properties.has_generation
         self.tokens = tuple(dict.fromkeys(token for text in self.texts for token in _SPECIAL.findall(text)))
-        self.variables = tuple(variable for variable in VARIABLES if variable in facts.undeclared)
+        self.variables = tuple(variable for variable in VARIABLES if variable in properties.undeclared)
 
     @property
     def sha256(self) -> str:
@@ -204,24 +204,24 @@ def drop_variables(source: str, values: Mapping[str, str]) -> str:
     """Returns a template without the lines of `set_variables` that set the given values."""
     prefix = _SET.match(source)
     end = prefix.end() if prefix else 0
-    given = set_variables('', values).splitlines(keepends=True)
-    return ''.join(line for line in source[:end].splitlines(keepends=True) if line not in given) + source[end:]
+    assignments = set_variables('', values).splitlines(keepends=True)
+    return ''.join(line for line in source[:end].splitlines(keepends=True) if line not in assignments) + source[end:]
 
 
-def load_template(given: str) -> ChatTemplate:
+def load_template(template: str) -> ChatTemplate:
     """Loads a template by its name in TEMPLATES or from a file. Raises InputError if neither exists."""
-    if given in TEMPLATES:
-        return ChatTemplate(TEMPLATES[given], name=given)
+    if template in TEMPLATES:
+        return ChatTemplate(TEMPLATES[template], name=template)
     try:
-        source = read_text(given)
+        source = read_text(template)
     except UnicodeDecodeError as error:
-        raise InputError(f'--chat-template={given}: byte {error.start} is not UTF-8; give a Jinja file') from error
+        raise InputError(f'--chat-template={template}: byte {error.start} is not UTF-8; give a Jinja file') from error
     except OSError as error:
         names = ', '.join(TEMPLATES)
         raise InputError(
-            f'--chat-template={given}: {os_message(error)}; give a Jinja file or one of {names}'
+            f'--chat-template={template}: {os_message(error)}; give a Jinja file or one of {names}'
         ) from error
-    return ChatTemplate(source, name=given)
+    return ChatTemplate(source, name=template)
 
 
 # File of the chat template in the tokenizer's directory. Transformers uses the same name.

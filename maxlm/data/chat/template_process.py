@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxlm.data.chat.jinja import JinjaTemplate, TemplateFacts
+from maxlm.data.chat.jinja import JinjaTemplate, TemplateProperties
 from maxlm.data.chat.rendered import ChatError, Rendered, Span, TemplateLimitError
 from maxlm.data.documents.messages import Message
 from maxlm.errors import InputError
@@ -29,28 +29,28 @@ class RemoteTemplate:
     """A template that another process compiles and renders. It has the methods of JinjaTemplate.
 
     Attributes:
-        facts: properties of the template.
+        properties: properties of the template.
     """
 
     def __init__(self, source: str, limits: ProcessLimits | None = None):
         """Raises ChatError if `source` is not a valid template or exceeds the limits."""
         self._source, self._limits = source, limits
-        texts, undeclared, has_generation = self._ask('facts')
-        self.facts = TemplateFacts(tuple(texts), tuple(undeclared), has_generation)
+        texts, undeclared, has_generation = self._call('properties')
+        self.properties = TemplateProperties(tuple(texts), tuple(undeclared), has_generation)
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
-        return _rendered(self._ask('render', list(messages), options))
+        return _rendered(self._call('render', list(messages), options))
 
     def render_with_spans(self, messages: Sequence[Message], **options: Any) -> Rendered:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
-        return _rendered(self._ask('render_with_spans', list(messages), options))
+        return _rendered(self._call('render_with_spans', list(messages), options))
 
     def end_of_turn(self, special: Sequence[str]) -> str:
         """See JinjaTemplate. Also raises ChatError if the template exceeds the limits."""
-        return str(self._ask('end_of_turn', list(special)))
+        return str(self._call('end_of_turn', list(special)))
 
-    def _ask(self, *request: Any) -> Any:
+    def _call(self, *request: Any) -> Any:
         try:
             data = json.dumps([self._source, *request], default=_plain).encode()
         except (TypeError, ValueError, RecursionError) as error:
@@ -69,8 +69,8 @@ def answer(request: bytes) -> bytes:
     source, method, *arguments = json.loads(request)
     try:
         template = _compiled(source)
-        if method == 'facts':
-            result: Any = template.facts
+        if method == 'properties':
+            result: Any = template.properties
         elif method == 'end_of_turn':
             result = template.end_of_turn(*arguments)
         else:

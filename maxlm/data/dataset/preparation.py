@@ -74,8 +74,8 @@ class Announcer:
         """Replaces the partial manifest. The shards of the previous one must be the first shards of `dataset`."""
         save_manifest(dataset, PARTIAL_MANIFEST)
 
-    def _write(self, facts: dict[str, object]) -> None:
-        replace_file(self._directory / PROGRESS_NAME, json.dumps(facts))
+    def _write(self, progress: dict[str, object]) -> None:
+        replace_file(self._directory / PROGRESS_NAME, json.dumps(progress))
 
 
 def remove_announcements(directory: Path) -> None:
@@ -111,8 +111,8 @@ def manifest_version(directory: Path) -> ManifestVersion:
     versions = []
     for name in (MANIFEST_NAME, PARTIAL_MANIFEST):
         with contextlib.suppress(OSError):
-            facts = (directory / name).stat()
-            versions.append((facts.st_ino, facts.st_mtime_ns, facts.st_size))
+            status = (directory / name).stat()
+            versions.append((status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(versions)
 
 

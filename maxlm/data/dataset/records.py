@@ -207,15 +207,15 @@ def token_dtype(vocab_size: int) -> str:
 
 def save_manifest(dataset: DatasetManifest, name: str = MANIFEST_NAME) -> None:
     """Writes the manifest atomically. `dataset.json` completes the data set."""
-    facts = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
-    del facts['path']
+    fields = {'format_version': FORMAT_VERSION, **dataclasses.asdict(dataset)}
+    del fields['path']
     for field in (
         *(() if dataset.masked else UNMASKED),
         *(() if dataset.preferences else NO_PREFERENCES),
         *(() if dataset.text_boundaries_sha256 else OWN_TOKENIZER),
     ):
-        del facts[field]
-    atomic_write(dataset.path / name, (json.dumps(facts, indent=1) + '\n').encode())
+        del fields[field]
+    atomic_write(dataset.path / name, (json.dumps(fields, indent=1) + '\n').encode())
 
 
 def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: str = MANIFEST_NAME) -> DatasetManifest:
@@ -231,7 +231,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     manifest = path / name
     check_entries(path, [name])
     try:
-        facts = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
+        fields = parse_json(read_bytes(manifest, limit=MAX_TEXT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f'{path} contains no data set ({MANIFEST_NAME} is missing); create one with '
@@ -242,7 +242,7 @@ def load_manifest(path: str | os.PathLike[str], *, complete: bool = True, name: 
     except ValueError as error:
         raise InputError(f'{manifest} is not JSON ({error}); {remedy(path)}') from error
     try:
-        dataset = _parse_manifest(path, facts)
+        dataset = _parse_manifest(path, fields)
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{manifest} is malformed ({str(error)[:300]}); {remedy(path)}') from error
     sizes = {shard.name: shard.bytes for split in dataset.splits.values() for shard in split.shards}
@@ -280,14 +280,14 @@ def dataset_fingerprint(
     """Returns the SHA-256 of the checksums and sources of all shards and of the format of their tokens."""
     shards = {name: [(shard.source, shard.sha256) for shard in split.shards] for name, split in splits.items()}
     kinds = [*(['masked'] if masked else []), *(['preferences'] if preferences else [])]
-    facts = [FORMAT_VERSION, block, dtype, end_of_document, shards, *kinds]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    values = [FORMAT_VERSION, block, dtype, end_of_document, shards, *kinds]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
-    if not isinstance(facts, dict):
+def _parse_manifest(path: Path, fields: Any) -> DatasetManifest:
+    if not isinstance(fields, dict):
         raise TypeError('not an object')
-    if (version := facts.pop('format_version')) != FORMAT_VERSION:
+    if (version := fields.pop('format_version')) != FORMAT_VERSION:
         raise InputError(
             f'{path / MANIFEST_NAME} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; '
             'prepare the text again, with another --output'
@@ -301,11 +301,11 @@ def _parse_manifest(path: Path, facts: Any) -> DatasetManifest:
                 'shards': tuple(_build(Shard, shard) for shard in split['shards']),
             },
         )
-        for name, split in facts['splits'].items()
+        for name, split in fields['splits'].items()
     }
-    facts = {**({} if 'masked' in facts else UNMASKED), **NO_PREFERENCES, **OWN_TOKENIZER, **facts}
-    tuples = {name: tuple(facts[name]) for name in ('left_out', 'beginning_of_document')}
-    dataset = _build(DatasetManifest, {**facts, 'path': path, 'splits': splits, **tuples})
+    fields = {**({} if 'masked' in fields else UNMASKED), **NO_PREFERENCES, **OWN_TOKENIZER, **fields}
+    tuples = {name: tuple(fields[name]) for name in ('left_out', 'beginning_of_document')}
+    dataset = _build(DatasetManifest, {**fields, 'path': path, 'splits': splits, **tuples})
     dtypes = ('uint32',) if dataset.masked else ('uint16', 'uint32')
     if set(splits) != {'train', 'validation'} or dataset.dtype not in dtypes:
         raise TypeError('invalid splits or dtype')
@@ -355,17 +355,17 @@ def _check_counts(name: str, split: Split) -> None:
                 raise TypeError(f'source {source[:50]!r} has {listed:,} {key}, but its shards have {sums[source]:,}')
 
 
-def _build(cls: Callable[..., T], facts: dict[str, Any]) -> T:
+def _build(cls: Callable[..., T], fields: dict[str, Any]) -> T:
     """Builds a dataclass from a dict with exactly its fields. Raises TypeError for a field of the wrong type."""
     kinds = _field_types(cls)
-    if set(facts) != set(kinds):
-        raise TypeError(f'keys {sorted(set(facts) ^ set(kinds))}')
+    if set(fields) != set(kinds):
+        raise TypeError(f'keys {sorted(set(fields) ^ set(kinds))}')
     for name, kind in kinds.items():
         # isinstance accepts subclasses of Path. For dict[…] and tuple[…], only the container is checked.
-        value = facts[name]
+        value = fields[name]
         if not isinstance(value, typing.get_origin(kind) or kind) or not _is_in_range(name, value, kind):
             raise TypeError(f'{name} is {repr(value)[:200]}')
-    return cls(**facts)
+    return cls(**fields)
 
 
 # Slow, and called for each shard.

@@ -60,20 +60,20 @@ def parse_manifest(url: str, content: bytes) -> RemoteManifest:
     """Parses the manifest of the data set in the directory `url`. Raises InputError if it is malformed."""
     name = f'{redact(url)}/{MANIFEST_NAME}'
     try:
-        facts = parse_json(content)
-        version = facts['format_version']
+        manifest = parse_json(content)
+        version = manifest['format_version']
         if version != FORMAT_VERSION:
             raise InputError(
                 f'{name} has format {str(version)[:50]}, but this maxlm reads {FORMAT_VERSION}; prepare it again'
             )
-        tokenizer_checksums = {str(facts['tokenizer_file']): str(facts['tokenizer_sha256'])}
-        tokenizer_checksums |= {file: str(facts[key]) for file, key in OPTIONAL_FILES.items() if facts.get(key)}
+        tokenizer_checksums = {str(manifest['tokenizer_file']): str(manifest['tokenizer_sha256'])}
+        tokenizer_checksums |= {file: str(manifest[key]) for file, key in OPTIONAL_FILES.items() if manifest.get(key)}
         listed = [
             (str(shard['name']), (_size(shard['bytes']), str(shard['sha256'])))
-            for split in facts['splits'].values()
+            for split in manifest['splits'].values()
             for shard in split['shards']
         ]
-        check_names([str(facts['tokenizer_file']), *(shard for shard, _ in listed)])
+        check_names([str(manifest['tokenizer_file']), *(shard for shard, _ in listed)])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f'{name} is malformed ({str(error)[:300]}); copy the data set to the bucket again') from error
     return RemoteManifest(url, content, tokenizer_checksums, dict(listed))

@@ -104,10 +104,10 @@ class TokenReader:
                 self._readers.move_to_end(shard)
                 return self._readers[shard]
         # Opening may wait for a shard, so the lock is not held. Other threads can use open shards.
-        facts = self.shards[shard]
-        # The first token is not a target. The last record may be shorter.
-        num_records = math.ceil(max(0, facts.tokens - 1) / self._block)
-        reader = self._open(self._path / facts.name)
+        entry = self.shards[shard]
+        # The first token is not a target. The last entry may be shorter.
+        num_records = math.ceil(max(0, entry.tokens - 1) / self._block)
+        reader = self._open(self._path / entry.name)
         if (found := reader.num_records()) != num_records:
             raise self._damaged(shard, f'it has {found:,} records instead of {num_records:,}')
         with self._lock:

@@ -157,8 +157,8 @@ def _sharegpt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _alpaca(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     instruction, output = (_text(entry[key], f'{key!r}') for key in ('instruction', 'output'))
     context = _text(entry.get('input') or '', "'input'")
-    asked = f'{instruction}\n\n{context}' if context else instruction
-    return [*history_of(entry), {'role': 'user', 'content': asked}, {'role': 'assistant', 'content': output}]
+    question = f'{instruction}\n\n{context}' if context else instruction
+    return [*history_of(entry), {'role': 'user', 'content': question}, {'role': 'assistant', 'content': output}]
 
 
 def _prompt_completion(entry: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,20 +18,20 @@ ROLE_FIELDS = ('role', 'from')
 MAX_FIELDS_LISTED = 20
 
 
-def parse_roles(given: str) -> tuple[tuple[str, str], ...]:
+def parse_roles(roles: str) -> tuple[tuple[str, str], ...]:
     """Returns (name in the data, role) for each part of `user=human,assistant=bot`.
 
     Raises:
         InputError: a part is malformed, a role is unknown, or a name is given twice.
     """
     pairs = []
-    for part in given.split(',') if given else ():
+    for part in roles.split(',') if roles else ():
         role, equals, name = (piece.strip() for piece in part.partition('='))
         if not equals or not name or role not in ROLES:
-            raise InputError(f'--roles={given}: must be ROLE=NAME,…, where ROLE is one of {", ".join(ROLES)}')
+            raise InputError(f'--roles={roles}: must be ROLE=NAME,…, where ROLE is one of {", ".join(ROLES)}')
         pairs.append((name, role))
     if len(dict(pairs)) < len(pairs):
-        raise InputError(f'--roles={given}: a name is given twice; give each name one role')
+        raise InputError(f'--roles={roles}: a name is given twice; give each name one role')
     return tuple(pairs)
 
 

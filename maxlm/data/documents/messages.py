@@ -168,20 +168,20 @@ def _as_list(value: Any) -> list[Any]:
 
 def _weight(fields: dict[str, Any]) -> dict[str, int]:
     """Removes the fields of _WEIGHTS from a message, and returns the weight that they give it; empty without them."""
-    given = {key: fields.pop(key) for key in _WEIGHTS if key in fields}
-    for key, value in given.items():
+    weights = {key: fields.pop(key) for key in _WEIGHTS if key in fields}
+    for key, value in weights.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             problem = f'has {key} {repr(value)[:200]}; use 1 to train on it, or 0 to exclude it'
             other = '' if key == WEIGHT else ', or rename the field if it has another meaning'
             raise MessageError(key, problem + other, of_message=True)
-    return {WEIGHT: int(all(given.values()))} if given else {}
+    return {WEIGHT: int(all(weights.values()))} if weights else {}
 
 
 def _calls(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """Removes the calls from the fields of a message and returns them in the form that chat templates take."""
-    given = {key: fields.pop(key, None) for key in (CALLS, OLD_CALL)}
+    values = {key: fields.pop(key, None) for key in (CALLS, OLD_CALL)}
     found: dict[str, list[dict[str, Any]]] = {}
-    for key, value in given.items():
+    for key, value in values.items():
         place = key
         try:
             calls = parse_calls(value)

@@ -216,5 +216,5 @@ def _common(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
     return common
 
 
-def _holds(messages: Sequence[Message], wanted: Message) -> bool:
-    return any(message['content'].strip() == wanted['content'].strip() for message in messages)
+def _holds(messages: Sequence[Message], answer: Message) -> bool:
+    return any(message['content'].strip() == answer['content'].strip() for message in messages)

@@ -1,7 +1,7 @@
 """Heuristics for source code, with the bounds used to filter The Stack for BigCode's models.
 
 The line lengths are from Chen et al., Evaluating Large Language Models Trained on Code (2021), arXiv:2107.03374,
-section 3.1. The share of letters and digits is from the filters of The Stack (bigcode-dataset, preprocessing). The
+section 3.1. The fraction of letters and digits is from the filters of The Stack (bigcode-dataset, preprocessing). The
 markers of generated files are from Lozhkov et al., StarCoder 2 and The Stack v2 (2024), arXiv:2402.19173.
 
 Every document is treated as code. Prose with one line per paragraph is removed because its lines are too long.

@@ -61,7 +61,7 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def band_recall(similarity: float, bands: int, rows: int) -> float:
-    """Returns the share of pairs of this similarity that LSH finds."""
+    """Returns the fraction of pairs of this similarity that LSH finds."""
     return 1 - (1 - similarity**rows) ** bands
 
 
@@ -282,7 +282,7 @@ def _follow(
 
 
 def _similarity(corpus: _Corpus, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Returns the share of equal slots, float64 [pairs]: the estimate of the Jaccard similarity (Broder, 1997)."""
+    """Returns the fraction of equal slots, float64 [pairs]: the estimate of the Jaccard similarity (Broder, 1997)."""
     similarity = np.empty(len(first))
     for start in range(0, len(first), PAIRS_AT_ONCE):
         part = slice(start, start + PAIRS_AT_ONCE)

@@ -39,7 +39,7 @@ def gopher_repetition(document: Document) -> Document | FilterResult:
     ):
         if removal := drop_if(value > bound, rule + name, value, bound):
             return removal
-    for n, value in ngram_shares(text.split()):
+    for n, value in ngram_fractions(text.split()):
         if n in MAX_TOP_NGRAM_CHARACTERS:
             name, bound = f'most frequent {n}-gram', MAX_TOP_NGRAM_CHARACTERS[n]
         else:
@@ -49,12 +49,12 @@ def gopher_repetition(document: Document) -> Document | FilterResult:
     return document
 
 
-def ngram_shares(words: Sequence[str]) -> Iterator[tuple[int, float]]:
-    """Yields (n, share of the characters of all words) for n = 2 … 10. Stops at the first n without repeated n-grams.
+def ngram_fractions(words: Sequence[str]) -> Iterator[tuple[int, float]]:
+    """Yields (n, fraction of the characters of all words) for n = 2 … 10. Stops at the first n without a repetition.
 
-    For n in MAX_TOP_NGRAM_CHARACTERS, the share covers all occurrences of the most frequent n-gram. Among equally
-    frequent n-grams, the longest counts. For larger n, the share covers all n-grams that occurred earlier in the text.
-    Overlapping occurrences are counted once.
+    For n in MAX_TOP_NGRAM_CHARACTERS, the fraction covers all occurrences of the most frequent n-gram. Among equally
+    frequent n-grams, the longest counts. For larger n, the fraction covers all n-grams that occurred earlier in the
+    text. Overlapping occurrences are counted once.
     """
     table: dict[str, int] = {}
     ids = np.fromiter((table.setdefault(word, len(table)) for word in words), np.int64, len(words))
@@ -78,12 +78,12 @@ def ngram_shares(words: Sequence[str]) -> Iterator[tuple[int, float]]:
         else:
             counted = again.copy()
             counted[first] = False
-        yield n, _covered_share(starts[counted], n, lengths)
+        yield n, _covered_fraction(starts[counted], n, lengths)
         starts, grams = starts[again], grams[again]
 
 
-def _covered_share(starts: np.ndarray, n: int, lengths: np.ndarray) -> float:
-    """Returns the share of characters in the n words from each of `starts`.
+def _covered_fraction(starts: np.ndarray, n: int, lengths: np.ndarray) -> float:
+    """Returns the fraction of characters in the n words from each of `starts`.
 
     Args:
         starts: indices of the first words.

@@ -103,21 +103,21 @@ class CleaningReport:
 
     def to_json(self) -> str:
         """Returns the content of `cleaning.json`, sorted by reason."""
-        facts = dataclasses.asdict(self)
-        facts['removed'] = dict(sorted(facts['removed'].items()))
-        return json.dumps(facts, indent=1) + '\n'
+        fields = dataclasses.asdict(self)
+        fields['removed'] = dict(sorted(fields['removed'].items()))
+        return json.dumps(fields, indent=1) + '\n'
 
     @classmethod
     def from_json(cls, content: str) -> CleaningReport:
         """Returns the report that `to_json` wrote. Raises KeyError, TypeError or ValueError for other content."""
-        facts: dict[str, Any] = parse_json(content)
+        fields: dict[str, Any] = parse_json(content)
         removed = {
             reason: Removed(
                 entry['documents'], entry['bytes'], tuple(Example(**example) for example in entry['examples'])
             )
-            for reason, entry in facts['removed'].items()
+            for reason, entry in fields['removed'].items()
         }
-        return cls(**{**facts, 'removed': removed})
+        return cls(**{**fields, 'removed': removed})
 
     def to_lines(self) -> list[str]:
         """Returns lines for the terminal: a total, then one line per reason, the most frequent first."""

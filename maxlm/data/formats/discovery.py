@@ -71,8 +71,8 @@ def find_inputs(
         files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
-    _refuse_masks([file for given in inputs for file in given])
-    files = [file for given in inputs for file in given]
+    _refuse_masks([file for group in inputs for file in group])
+    files = [file for group in inputs for file in group]
     if _repeated(file.name for file in files):
         files = [dataclasses.replace(file, name=f'{file.source}/{file.name}') for file in files]
     for name in _repeated(file.name for file in files):
@@ -89,43 +89,43 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
             raise InputError(f'{display_path(file.path)} is in --validation and in --input; move it out of one of them')
 
 
-def _files_of(given: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnSkipped) -> list[InputFile]:
+def _files_of(path: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnSkipped) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
-        if given.startswith(prefix):
-            return [_dataset(given, kind, max_record_bytes)]
+        if path.startswith(prefix):
+            return [_dataset(path, kind, max_record_bytes)]
     # Local files, including file:// URLs, are read without fsspec.
-    given = given.removeprefix('file://')
+    path = path.removeprefix('file://')
     try:
-        if _is_glob(given):
-            return _matches(given, exclude, on_skipped)
-        entry = filesystem.stat(given)
-        source = _last_component(given)
+        if _is_glob(path):
+            return _matches(path, exclude, on_skipped)
+        entry = filesystem.stat(path)
+        source = _last_component(path)
         if not entry.is_directory:
             _refuse_unread([entry])
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
-        if hf_datasets.is_saved(given):
-            return [_dataset(f'{hf_datasets.PREFIX}{given}', 'hub', max_record_bytes)]
-        entries = list(_walk(given, exclude))
+        if hf_datasets.is_saved(path):
+            return [_dataset(f'{hf_datasets.PREFIX}{path}', 'hub', max_record_bytes)]
+        entries = list(_walk(path, exclude))
         _refuse_saved(entries)
         files = _select_files(entries, source, on_skipped)
     except StorageError as error:
         raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
         _refuse_unread(entries)
-        raise InputError(f'{display_path(given)} contains no text: {_searched()}; give other files by name')
-    _refuse_mixed(given, files)
+        raise InputError(f'{display_path(path)} contains no text: {_searched()}; give other files by name')
+    _refuse_mixed(path, files)
     return files
 
 
-def _dataset(given: str, kind: str, max_record_bytes: int) -> InputFile:
-    return hf_datasets.find(given, max_record_bytes) if kind == 'hub' else tfds.find(given)
+def _dataset(spec: str, kind: str, max_record_bytes: int) -> InputFile:
+    return hf_datasets.find(spec, max_record_bytes) if kind == 'hub' else tfds.find(spec)
 
 
-def _is_glob(given: str) -> bool:
-    if is_url(given):
+def _is_glob(path: str) -> bool:
+    if is_url(path):
         # In a web URL, `?` starts the query.
-        return '*' in given if given.startswith('http') else _WILDCARDS.search(given) is not None
-    return _WILDCARDS.search(given) is not None and not os.path.lexists(given)
+        return '*' in path if path.startswith('http') else _WILDCARDS.search(path) is not None
+    return _WILDCARDS.search(path) is not None and not os.path.lexists(path)
 
 
 def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list[InputFile]:
@@ -170,9 +170,9 @@ def _refuse_saved(entries: Collection[Entry]) -> None:
     for entry in sorted(entries, key=lambda entry: entry.name.count('/')):
         folder, _, name = entry.name.rpartition('/')
         if name in hf_datasets.SAVED_FILES and any(other.startswith(folder and f'{folder}/') for other in arrow):
-            given = entry.path.removesuffix(f'/{name}')
+            root = entry.path.removesuffix(f'/{name}')
             raise InputError(
-                f'{display_path(given)} was written by save_to_disk; {_as_dataset(given)}, or skip it with --exclude'
+                f'{display_path(root)} was written by save_to_disk; {_as_dataset(root)}, or skip it with --exclude'
             )
 
 
@@ -247,10 +247,10 @@ def _walk(directory: str, exclude: tuple[str, ...]) -> Iterator[Entry]:
     return filesystem.walk(directory, skip=lambda name: _skipped(name, exclude))
 
 
-def _skipped(name: str, exclude: tuple[str, ...], asked: str = '') -> bool:
+def _skipped(name: str, exclude: tuple[str, ...], glob: str = '') -> bool:
     if name in SKIPPED_DIRECTORIES or any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude):
         return True
-    return name.startswith('.') and not asked.startswith('.')
+    return name.startswith('.') and not glob.startswith('.')
 
 
 def _input_file(entry: Entry, source: str, kind: str) -> InputFile:
@@ -268,7 +268,7 @@ def _searched() -> str:
     return f'directories are searched for {" ".join(suffixes + sorted(TEXT_SUFFIXES))} and for UTF-8 text'
 
 
-def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
+def _refuse_mixed(path: str, files: Sequence[InputFile]) -> None:
     # Text files in a directory of token files are READMEs or scripts, and token files in a directory of text are other
     # data. Reading both would mix two kinds of ids in one dataset.
     tokens = next((file for file in files if file.kind == 'tokens'), None)
@@ -276,7 +276,7 @@ def _refuse_mixed(given: str, files: Sequence[InputFile]) -> None:
     if tokens and text:
         suffixes = [PurePosixPath(file.name).suffix for file in (tokens, text)]
         raise InputError(
-            f'{display_path(given)} contains token files ({tokens.name}) and text ({text.name}); skip one kind '
+            f'{display_path(path)} contains token files ({tokens.name}) and text ({text.name}); skip one kind '
             f"with --exclude '*{suffixes[0]}' or --exclude '*{suffixes[1]}'"
         )
 

@@ -54,25 +54,25 @@ class _Spec:
         return f'{PREFIX}{self.directory or self.name}{config}{revision}#{self.split or "train"}'
 
 
-def find(given: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
+def find(spec_text: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
     """Returns the input file of a spec `hf:…`. Lines of its files may have up to `max_record_bytes`.
 
     Raises:
         InputError: the spec is malformed, the dataset, configuration, revision or split does not exist or cannot be
             accessed, or the package `datasets` is not installed.
     """
-    spec = _parse(given)
+    spec = _parse(spec_text)
     if spec.directory:
-        facts = [(entry.name, entry.size, entry.version) for entry in filesystem.walk(spec.directory)]
-        size = sum(size for _, size, _ in facts)
-        version = hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()
+        versions = [(entry.name, entry.size, entry.version) for entry in filesystem.walk(spec.directory)]
+        size = sum(size for _, size, _ in versions)
+        version = hashlib.sha256(json.dumps(sorted(versions)).encode()).hexdigest()
         source = os.path.basename(os.path.realpath(spec.directory))
         name = source
     else:
-        spec = dataclasses.replace(spec, revision=_commit(given, spec))
+        spec = dataclasses.replace(spec, revision=_commit(spec_text, spec))
         size, version = 0, spec.revision
         name, source = spec.name + (spec.config and f':{spec.config}'), spec.name.rsplit('/', 1)[-1]
-    limit_files(_datasets(given), ReadOptions(max_record_bytes=max_record_bytes))
+    limit_files(_datasets(spec_text), ReadOptions(max_record_bytes=max_record_bytes))
     dataset = _open(str(spec), version)
     if not spec.directory:
         size = _size(dataset, spec)
@@ -85,14 +85,14 @@ def is_saved(directory: str) -> bool:
     return os.path.isfile(splits) or (os.path.isfile(state) and os.path.isfile(f'{directory}/dataset_info.json'))
 
 
-def pin(given: str) -> str:
+def pin(spec_text: str) -> str:
     """Returns a spec `hf:…` with the commit that its name and revision currently refer to.
 
     Raises:
         InputError: see `find`.
     """
-    spec = _parse(given)
-    return given if spec.directory else str(dataclasses.replace(spec, revision=_commit(given, spec)))
+    spec = _parse(spec_text)
+    return spec_text if spec.directory else str(dataclasses.replace(spec, revision=_commit(spec_text, spec)))
 
 
 def bounds(file: InputFile) -> Sequence[int]:
@@ -149,22 +149,22 @@ def _columns(dataset: Any, file: InputFile, options: ReadOptions) -> tuple[list[
     return dataset.column_names or list(row), nested_names(row)
 
 
-def _parse(given: str) -> _Spec:
-    rest, _, split = given.removeprefix(PREFIX).partition('#')
+def _parse(spec_text: str) -> _Spec:
+    rest, _, split = spec_text.removeprefix(PREFIX).partition('#')
     if os.path.isdir(rest):
         return _Spec(rest, '', '', '', split)
     match = _SPEC.fullmatch(rest)
     if match is None:
-        raise InputError(f'{given}: not a directory or the name of a data set; use {SPELLING}')
-    facts = match.groupdict(default='')
-    return _Spec('', facts['name'], facts['config'], facts['revision'], split)
+        raise InputError(f'{spec_text}: not a directory or the name of a data set; use {SPELLING}')
+    parts = match.groupdict(default='')
+    return _Spec('', parts['name'], parts['config'], parts['revision'], split)
 
 
 @functools.lru_cache(maxsize=4)
-def _open(given: str, version: str) -> Any:
+def _open(spec_text: str, version: str) -> Any:
     """Returns the `datasets.Dataset` or `IterableDataset`. `version` is only part of the cache key."""
-    datasets = _datasets(given)
-    spec = _parse(given)
+    datasets = _datasets(spec_text)
+    spec = _parse(spec_text)
     split = spec.split or 'train'
     try:
         if not spec.directory:
@@ -184,21 +184,21 @@ def _open(given: str, version: str) -> Any:
         return datasets.load_dataset(spec.directory, split=split, streaming=True)
     except (ValueError, FileNotFoundError) as error:
         # These messages of `datasets` describe names, configurations and splits that do not exist.
-        raise StorageError(f'{given}: {short_message(given, error)}') from error
+        raise StorageError(f'{spec_text}: {short_message(spec_text, error)}') from error
     # Other exceptions come from the network, the Hub and the libraries of all formats.
     except Exception as error:
-        raise classify_error(given, error) from error
+        raise classify_error(spec_text, error) from error
 
 
-def _commit(given: str, spec: _Spec) -> str:
+def _commit(spec_text: str, spec: _Spec) -> str:
     """Returns the commit that the name and revision currently refer to."""
-    _datasets(given)
+    _datasets(spec_text)
     import huggingface_hub  # part of an extra
 
     try:
         return str(huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision or None).sha)
     except Exception as error:
-        raise classify_error(given, error) from error
+        raise classify_error(spec_text, error) from error
 
 
 def _size(dataset: Any, spec: _Spec) -> int:
@@ -209,19 +209,19 @@ def _size(dataset: Any, spec: _Spec) -> int:
     import huggingface_hub  # part of an extra
 
     try:
-        facts = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
+        info = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
     except Exception as error:
         raise classify_error(str(spec), error) from error
-    return sum(file.size or 0 for file in facts.siblings or ())
+    return sum(file.size or 0 for file in info.siblings or ())
 
 
 def _is_streamed(dataset: Any) -> bool:
     return not hasattr(dataset, '__len__')
 
 
-def _datasets(given: str) -> ModuleType:
+def _datasets(spec_text: str) -> ModuleType:
     try:
         import datasets  # an extra, and slow to import
     except ImportError as error:
-        raise InputError(f"{given} needs datasets: pip install 'maxlm[hub]'") from error
+        raise InputError(f"{spec_text} needs datasets: pip install 'maxlm[hub]'") from error
     return datasets

@@ -73,8 +73,8 @@ def parse(line: bytes, options: ReadOptions, offset: int) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f'byte {offset + error.start} of the file is not UTF-8; save the file as UTF-8') from error
     except ValueError as error:
-        wanted = {'chat': 'with a conversation', 'preference': 'with a pair of answers or an answer with a label'}
-        expected = wanted.get(options.format, f'like {{"{options.text_key}": "…"}}')
+        descriptions = {'chat': 'with a conversation', 'preference': 'with a pair of answers or an answer with a label'}
+        expected = descriptions.get(options.format, f'like {{"{options.text_key}": "…"}}')
         raise ValueError(f'not JSON ({error}); each line must be an object {expected}') from error
 
 

@@ -42,9 +42,9 @@ def column_chunks(file: BinaryIO) -> list[list[range]]:
     """
     footer, size = _footer_bytes(file)
     file.seek(max(0, size - 8 - footer))
-    facts = _Thrift(io.BytesIO(file.read(footer))).read_struct()
+    metadata = _Thrift(io.BytesIO(file.read(footer))).read_struct()
     try:
-        return [[_bytes_of(chunk[_CHUNK]) for chunk in group[_COLUMNS]] for group in facts[_ROW_GROUPS]]
+        return [[_bytes_of(chunk[_CHUNK]) for chunk in group[_COLUMNS]] for group in metadata[_ROW_GROUPS]]
     except (KeyError, TypeError) as error:
         raise OSError('the footer is damaged') from error
 

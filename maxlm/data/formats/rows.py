@@ -44,8 +44,8 @@ def column_fault(columns: Sequence[str], options: ReadOptions, nested: Sequence[
     """Returns an error text if a requested column is missing, else ''. `nested` are the names of nested fields."""
     names = dict.fromkeys((*columns, *nested))
     if options.format != 'text':
-        wanted = record_fields(columns, dataclasses.replace(options, metadata_keys=()))
-        if wanted and (not options.messages_field or options.messages_field in names or options.text_key in names):
+        needed = record_fields(columns, dataclasses.replace(options, metadata_keys=()))
+        if needed and (not options.messages_field or options.messages_field in names or options.text_key in names):
             return ''
         missing = f'no column {options.messages_field!r}' if options.messages_field else 'no conversation column'
         return f'{missing}; {list_fields(names)}; set --messages-field to the column'
@@ -60,9 +60,9 @@ def record_fields(columns: Sequence[str], options: ReadOptions) -> list[str]:
     """Returns the columns of a row to read. Nested fields need the column that contains them."""
     if options.format == 'text':
         return list(dict.fromkeys(top_field(key, columns) for key in (options.text_key, *options.metadata_keys)))
-    wanted = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
-    wanted = {top_field(key, columns) for key in wanted}
-    return [column for column in columns if column in wanted]
+    needed = {options.text_key, options.messages_field, *RECORD_FIELDS, *options.metadata_keys}
+    needed = {top_field(key, columns) for key in needed}
+    return [column for column in columns if column in needed]
 
 
 def checked_rows(rows: Iterable[Any], path: str) -> Iterator[Any]:

@@ -29,21 +29,21 @@ PREFIX = 'tfds:'
 BATCH_EXAMPLES = 64
 
 
-def find(given: str) -> InputFile:
+def find(spec: str) -> InputFile:
     """Returns the input file of a spec `tfds:…`.
 
     Raises:
         InputError: the dataset, version or split does not exist, or the dataset is not prepared.
     """
-    builder, split = _open(given), _split(given)
+    builder, split = _open(spec), _split(spec)
     if split not in builder.info.splits:
         splits = ', '.join(builder.info.splits) or 'none: the data set is not prepared there'
-        raise InputError(f'{given}: no split {split!r} in {builder.data_dir}; available: {splits}')
+        raise InputError(f'{spec}: no split {split!r} in {builder.data_dir}; available: {splits}')
     files = sorted(builder.data_path.iterdir())
-    facts = [(file.name, stat.length, stat.mtime) for file in files for stat in (file.stat(),)]
-    version = hashlib.sha256(repr(facts).encode()).hexdigest()
+    versions = [(file.name, stat.length, stat.mtime) for file in files for stat in (file.stat(),)]
+    version = hashlib.sha256(repr(versions).encode()).hexdigest()
     size = int(builder.info.splits[split].num_bytes)
-    return InputFile(given, f'{builder.info.full_name}#{split}', builder.info.name, 'tfds', size, version)
+    return InputFile(spec, f'{builder.info.full_name}#{split}', builder.info.name, 'tfds', size, version)
 
 
 def bounds(file: InputFile) -> Sequence[int]:
@@ -99,20 +99,20 @@ def _stored_in_order(builder: Any, split: str, start: int, stop: int) -> Iterato
     yield from tensorflow_datasets.as_numpy(dataset)
 
 
-def _split(given: str) -> str:
-    return given.partition('#')[2] or 'train'
+def _split(spec: str) -> str:
+    return spec.partition('#')[2] or 'train'
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(given: str, version: str) -> Any:
+def _opened(spec: str, version: str) -> Any:
     # The version is part of the cache key, to distinguish a dataset from its predecessor in the same directory.
-    return _open(given)
+    return _open(spec)
 
 
-def _open(given: str) -> Any:
-    directory = given.removeprefix(PREFIX).partition('#')[0]
+def _open(spec: str) -> Any:
+    directory = spec.removeprefix(PREFIX).partition('#')[0]
     if not directory:
-        raise InputError(f'{given}: give tfds:NAME[/CONFIG][:VERSION][#SPLIT] or tfds:DIRECTORY[#SPLIT]')
+        raise InputError(f'{spec}: give tfds:NAME[/CONFIG][:VERSION][#SPLIT] or tfds:DIRECTORY[#SPLIT]')
     import tensorflow_datasets  # slow to import
 
     try:
@@ -122,4 +122,4 @@ def _open(given: str) -> Any:
     # TFDS raises many exception types and lists all known datasets. The first line contains the cause.
     except Exception as error:
         first_line = str(error).partition('\n')[0][:300]
-        raise StorageError(f'{given}: {first_line or type(error).__name__}') from error
+        raise StorageError(f'{spec}: {first_line or type(error).__name__}') from error

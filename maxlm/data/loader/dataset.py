@@ -119,13 +119,13 @@ class TrainingData:
         The number of bytes is 0 if some documents were already tokenized, because their text size is unknown.
         """
         counts = [
-            facts
+            one
             for source in self.sources
-            for name, facts in source.dataset.splits['validation'].sources.items()
+            for name, one in source.dataset.splits['validation'].sources.items()
             if source.only in ('', name)
         ]
-        known = all(facts.text_bytes or not facts.tokens for facts in counts)
-        return sum(facts.tokens for facts in counts), sum(facts.text_bytes for facts in counts) if known else 0
+        known = all(one.text_bytes or not one.tokens for one in counts)
+        return sum(one.tokens for one in counts), sum(one.text_bytes for one in counts) if known else 0
 
     @property
     def unigram_entropy(self) -> float:

@@ -52,8 +52,8 @@ class Mixture:
         self._keep_arrangements()
 
     @property
-    def shares(self) -> list[float]:
-        """Returns the long-run share of each source in the rows."""
+    def fractions(self) -> list[float]:
+        """Returns the long-run fraction of each source in the rows."""
         return [units / sum(self._units) for units in self._units]
 
     def __getitem__(self, row: int) -> tuple[int, int]:
@@ -132,7 +132,7 @@ class StagedMixture:
             mixture.rows_taken(stop - first)
             for mixture, (first, stop) in zip(self.mixtures, itertools.pairwise(self._firsts), strict=False)
         ]
-        num_sources = len(self.mixtures[0].shares)
+        num_sources = len(self.mixtures[0].fractions)
         self._before = [
             list(itertools.accumulate((rows[source] for rows in taken), initial=0)) for source in range(num_sources)
         ]

@@ -1,6 +1,6 @@
 """Stored outputs of a teacher beside a data set: the most likely tokens of each position of its training windows.
 
-OUTPUT/teacher.json        facts on which the outputs depend; written first
+OUTPUT/teacher.json        settings on which the outputs depend; written first
 OUTPUT/windows-NUMBER.npy  [N, T, K] of (id, log_prob) for the N ≤ WINDOWS_PER_FILE windows from this number on; renamed
                            when it is complete
 """
@@ -29,7 +29,7 @@ KEY = 'distill.logits_dir'
 
 @dataclasses.dataclass(frozen=True)
 class TeacherManifest:
-    """Facts on which stored outputs depend.
+    """Settings on which stored outputs depend.
 
     Attributes:
         teacher: name of the checkpoint.
@@ -137,13 +137,13 @@ def open_teacher_outputs(config: Config, dataset: DatasetManifest, windows: Sequ
         return None
     directory = Path(distill.logits_dir)
     stored = read_manifest(directory)
-    wanted: dict[str, tuple[str, Any]] = {
+    expected: dict[str, tuple[str, Any]] = {
         'vocab_size': ('model.vocab_size', config.model.vocab_size or dataset.vocab_size),
         'seq_len': ('data.seq_len', data.seq_len),
         'document_mask': ('data.document_mask', data.document_mask),
         'temperature': ('distill.temperature', distill.temperature),
     }
-    for name, (key, value) in wanted.items():
+    for name, (key, value) in expected.items():
         if getattr(stored, name) != value:
             raise InputError(
                 f'{KEY}={directory}: was written with {key}={getattr(stored, name)}, but the config has {value}; set '

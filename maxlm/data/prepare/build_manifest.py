@@ -124,12 +124,12 @@ class ManifestBuilder:
                 masked=chat is not None,
                 preferences=chat is not None and chat.preferences,
             ),
-            **_boundary_facts(tokenizer.boundaries),
-            **_chat_facts(chat, self._sums),
+            **_boundary_fields(tokenizer.boundaries),
+            **_chat_fields(chat, self._sums),
         )
 
 
-def _boundary_facts(boundaries: TextBoundaries) -> dict[str, Any]:
+def _boundary_fields(boundaries: TextBoundaries) -> dict[str, Any]:
     if boundaries.is_by_name:
         return {}
     return {
@@ -138,7 +138,7 @@ def _boundary_facts(boundaries: TextBoundaries) -> dict[str, Any]:
     }
 
 
-def _chat_facts(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:
+def _chat_fields(chat: ChatShards | None, sums: dict[str, _Sum]) -> dict[str, Any]:
     if chat is None:
         return {}
     return {

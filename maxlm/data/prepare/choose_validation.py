@@ -14,11 +14,11 @@ from maxlm.data.documents.document import Document
 from maxlm.data.prepare import train_val_split
 from maxlm.data.prepare.train_val_split import name_hash, validation_threshold
 
-# Complete documents are chosen if the validation share of their number is at least this fraction of one document.
-MIN_SHARE_OF_DOCUMENT = 0.25
-# If training can start during the preparation, validation documents come from one partition: at most this share of it,
-# and about STREAM_BYTES at most.
-MAX_STREAM_SHARE = 0.5
+# Complete documents are chosen if the validation fraction of their number is at least this fraction of one document.
+MIN_FRACTION_OF_DOCUMENT = 0.25
+# If training can start during the preparation, validation documents come from one partition: at most this
+# fraction of it, and about STREAM_BYTES at most.
+MAX_STREAM_FRACTION = 0.5
 STREAM_BYTES = 16 * 2**20
 # Minimum number of characters or tokens on each side of a cut.
 MIN_PART = 32
@@ -88,23 +88,23 @@ class ValidationChoice:
         return documents if self.cut is None else self.cut.apply(documents)
 
 
-def stream_share(share: float, size: int, total: int) -> float:
-    """Returns the share of the documents of one partition that corresponds to `share` of all documents.
+def stream_fraction(fraction: float, size: int, total: int) -> float:
+    """Returns the fraction of the documents of one partition that corresponds to `fraction` of all documents.
 
     Args:
-        share: fraction of all documents.
+        fraction: fraction of all documents.
         size: size of the partition in bytes; 0 if unknown.
         total: size of all partitions in bytes.
     """
-    return max(share, min(MAX_STREAM_SHARE, min(share * total, STREAM_BYTES) / max(size, 1)))
+    return max(fraction, min(MAX_STREAM_FRACTION, min(fraction * total, STREAM_BYTES) / max(size, 1)))
 
 
-def choose_validation(documents: Iterable[Document], share: float) -> ValidationChoice:
-    """Chooses about `share` of the documents for validation.
+def choose_validation(documents: Iterable[Document], fraction: float) -> ValidationChoice:
+    """Chooses about `fraction` of the documents for validation.
 
-    If there are few documents, one complete document would be much more than `share`. A single document would leave no
-    training data. In both cases the end of the longest document is chosen: `share` of all text, cut at the end of a
-    line if possible.
+    If there are few documents, one complete document would be much more than `fraction`. A single document would leave
+    no training data. In both cases the end of the longest document is chosen: `fraction` of all text, cut at the end of
+    a line if possible.
 
     Stops reading when the choice is certain, at the latest after `train_val_split.MAX_NAMES` documents.
 
@@ -113,10 +113,10 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
     """
     seen = _Seen()
     names = seen.names(documents)
-    below = validation_threshold(names, share)
-    if not share:
+    below = validation_threshold(names, fraction)
+    if not fraction:
         return ValidationChoice(0)
-    enough = max(2, math.ceil(min(MIN_SHARE_OF_DOCUMENT / share, train_val_split.MAX_NAMES)))
+    enough = max(2, math.ceil(min(MIN_FRACTION_OF_DOCUMENT / fraction, train_val_split.MAX_NAMES)))
     for _ in itertools.islice(names, max(0, enough - seen.documents)):
         pass
     if seen.documents >= enough:
@@ -127,7 +127,7 @@ def choose_validation(documents: Iterable[Document], share: float) -> Validation
     reason = ''
     if not longest.is_divisible:
         reason = f'{label}, {longest.name}, is a conversation, or a prompt with its answer, which is not split'
-    elif (start := _place(longest, share * seen.length)) is None:
+    elif (start := _place(longest, fraction * seen.length)) is None:
         reason = f'{label}, {longest.name}, has {_length(longest):,} {unit}, too few to split'
     else:
         few = f'{seen.documents} document{"s" if seen.documents > 1 else ""}'

@@ -14,7 +14,7 @@ from typing import Any
 
 from maxlm.data.dataset.records import STREAM, DatasetManifest, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
-from maxlm.data.prepare.options import CHAT_FACTS, READING_FACTS
+from maxlm.data.prepare.options import CHAT_FIELDS, READING_FIELDS
 from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
 from maxlm.data.prepare.summary import summary
 from maxlm.errors import InputError, os_message
@@ -39,7 +39,7 @@ def check_same_data(dataset: DatasetManifest, name: str, made_from: dict[str, An
     """
     changes = [
         f'{key} {dataset.made_from.get(key)}, not {value}' if key != 'inputs' else 'other input files'
-        for key, value in {**dict.fromkeys((*CHAT_FACTS, *READING_FACTS, STREAM)), **made_from}.items()
+        for key, value in {**dict.fromkeys((*CHAT_FIELDS, *READING_FIELDS, STREAM)), **made_from}.items()
         if dataset.made_from.get(key) != value
     ]
     if changes:

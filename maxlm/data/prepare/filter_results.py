@@ -58,23 +58,23 @@ class FilterDecisions:
 
     def save(self, path: Path, identity: str) -> None:
         """Writes the decisions to a file. Raises InputError if it cannot be written."""
-        facts = {
+        result = {
             'codes': pack(self.codes),
             'checksum': self.checksum,
             'shortened': pack(self.shortened),
             'kept_names': list(self.kept_names.items()),
         }
-        save_result(path, identity, facts)
+        save_result(path, identity, result)
 
     @classmethod
     def load(cls, path: Path, identity: str) -> FilterDecisions | None:
         """Returns the saved decisions; None if the file is missing, damaged or has a different identity."""
-        facts = load_result(path, identity)
-        if facts is None:
+        result = load_result(path, identity)
+        if result is None:
             return None
         try:
-            kept_names = {int(place): str(name) for place, name in facts['kept_names']}
-            return cls(unpack(facts['codes']), facts['checksum'], unpack(facts['shortened']), kept_names)
+            kept_names = {int(place): str(name) for place, name in result['kept_names']}
+            return cls(unpack(result['codes']), result['checksum'], unpack(result['shortened']), kept_names)
         except (KeyError, TypeError, ValueError):
             return None
 

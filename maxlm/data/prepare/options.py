@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
 
 # Keys of `made_from` for conversations and preference pairs, and keys that are listed only if not at their defaults.
-CHAT_FACTS = ('format', 'chat_template', 'pack_window')
-READING_FACTS = ('max_record_bytes', 'metadata_keys', 'messages_field', 'roles')
+CHAT_FIELDS = ('format', 'chat_template', 'pack_window')
+READING_FIELDS = ('max_record_bytes', 'metadata_keys', 'messages_field', 'roles')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,14 +96,14 @@ def _check(options: PrepareOptions) -> None:
     check_spec(options.tokenizer, infill=options.fim_rate > 0)
 
 
-def chat_facts(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
+def chat_fields(what: str, chat: ChatRecipe | None) -> dict[str, Any]:
     """Returns the entries of `made_from` for conversations or preference pairs; none if `chat` is None."""
     if chat is None:
         return {}
-    facts = [chat.source, chat.special_tokens, chat.variables]
+    source = [chat.source, chat.special_tokens, chat.variables]
     return {
         'format': what,
-        'chat_template': f'{chat.name} with checksum {hashlib.sha256(json.dumps(facts).encode()).hexdigest()}',
+        'chat_template': f'{chat.name} with checksum {hashlib.sha256(json.dumps(source).encode()).hexdigest()}',
         'pack_window': chat.window,
     }
 
@@ -134,15 +134,15 @@ def made_from(
         'infill': options.fim_rate,
         'infill_spm': options.fim_spm_rate if options.fim_rate else None,
         'block': options.block,
-        **_reading_facts(read),
+        **_reading_fields(read),
         **({STREAM: True} if options.stream else {}),
         **({'text_boundaries': tokenizer.boundary_ids} if tokenizer and tokenizer.boundary_ids else {}),
         'inputs': hashlib.sha256(json.dumps(files).encode()).hexdigest(),
     }
 
 
-def _reading_facts(read: ReadOptions) -> dict[str, Any]:
+def _reading_fields(read: ReadOptions) -> dict[str, Any]:
     default = ReadOptions()
-    facts = {name: getattr(read, name) for name in READING_FACTS if getattr(read, name) != getattr(default, name)}
+    fields = {name: getattr(read, name) for name in READING_FIELDS if getattr(read, name) != getattr(default, name)}
     # The round trip turns tuples into lists, as in the manifest.
-    return json.loads(json.dumps(facts))
+    return json.loads(json.dumps(fields))

@@ -67,8 +67,8 @@ class Partition:
     def identity(self) -> str:
         """Checksum of the file ranges and the versions of their files."""
         files = [(file_range.file, file_range.start, file_range.stop) for file_range in self.file_ranges]
-        facts = [(f.name, f.source, f.kind, f.size, f.version, start, stop) for f, start, stop in files]
-        return identity_of(self.number, self.is_validation, facts)
+        fields = [(f.name, f.source, f.kind, f.size, f.version, start, stop) for f, start, stop in files]
+        return identity_of(self.number, self.is_validation, fields)
 
 
 class PartitionTask:

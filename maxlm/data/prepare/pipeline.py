@@ -20,7 +20,7 @@ from maxlm.data.dataset.records import STREAM_INPUTS, DatasetManifest, save_mani
 from maxlm.data.executors.executor import Executor, run_tasks
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.build_manifest import ManifestBuilder, assemble, without_duplicates
-from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation, stream_share
+from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation, stream_fraction
 from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
 from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, deduplicate
@@ -104,7 +104,7 @@ class PrepareConfig:
         tokenizer: spec of the tokenizer. See `make_tokenizer`.
         reading: settings of the readers.
         cleaning: settings of filters and deduplication.
-        validation_share: fraction of the documents of --input used for validation.
+        validation_fraction: fraction of the documents of --input used for validation.
         infill: settings of fill-in-the-middle; None = off.
         block: tokens per record.
         made_from: these settings and the inputs, for the manifest.
@@ -116,7 +116,7 @@ class PrepareConfig:
     tokenizer: str
     reading: ReadSettings
     cleaning: Cleaning
-    validation_share: float
+    validation_fraction: float
     infill: FimConfig | None
     block: int
     made_from: dict[str, Any]
@@ -158,10 +158,10 @@ def prepare(
         raise InputError(f'{stages.work}: {os_message(error)}; use a writable directory') from error
     partitions, decisions, filtered = stages.clean(partitions)
     tokenizer, validation = stages.begin(partitions, decisions)
-    tasks, facts = stages.write(partitions, decisions, tokenizer, validation)
+    tasks, properties = stages.write(partitions, decisions, tokenizer, validation)
     skipped = stages.skipped
-    facts['made_from'] |= {PARTITIONS_SKIPPED: len(skipped)} if skipped else {}
-    dataset, duplicates = assemble(tasks, tokenizer, output=output, left_out=skipped, **facts)
+    properties['made_from'] |= {PARTITIONS_SKIPPED: len(skipped)} if skipped else {}
+    dataset, duplicates = assemble(tasks, tokenizer, output=output, left_out=skipped, **properties)
     if recipe.cleaning:
         report = CleaningReport()
         for task in tasks:
@@ -264,15 +264,15 @@ class _Stages:
         return tokenizer, validation
 
     def _choose_validation(self, preview: Preview) -> ValidationChoice:
-        share = self._recipe.validation_share
+        fraction = self._recipe.validation_fraction
         if not self._recipe.stream:
-            return choose_validation(preview.documents(), share)
+            return choose_validation(preview.documents(), fraction)
         first = preview.first()
-        if share and first.partitions:
+        if fraction and first.partitions:
             size, total = (sum(partition.size for partition in part.partitions) for part in (first, preview))
-            share = stream_share(share, size, total)
+            fraction = stream_fraction(fraction, size, total)
         number = first.partitions[0].number if first.partitions else None
-        return dataclasses.replace(choose_validation(first.documents(), share), partition=number)
+        return dataclasses.replace(choose_validation(first.documents(), fraction), partition=number)
 
     def write(
         self,
@@ -303,15 +303,15 @@ class _Stages:
             for partition, file in zip(partitions, decisions, strict=True)
         ]
         made_from = {**self._recipe.made_from, **({VALIDATION_NOTE: validation.note} if validation.note else {})}
-        facts: dict[str, Any] = {'tokenizer_kind': _kind(self._recipe.tokenizer), 'made_from': made_from}
+        properties: dict[str, Any] = {'tokenizer_kind': _kind(self._recipe.tokenizer), 'made_from': made_from}
         announcer = self._means.announcer
         if announcer is None:
-            return self._run('shards', tasks), facts
+            return self._run('shards', tasks), properties
         made_from[STREAM_INPUTS] = identity_of([task.identity for task in tasks])
-        builder = ManifestBuilder(tasks[0], tokenizer, output=self._output, **facts)
+        builder = ManifestBuilder(tasks[0], tokenizer, output=self._output, **properties)
         publisher = Publisher(announcer, builder, tasks)
         publisher.update()
-        return self._run('shards', tasks, on_done=publisher.update), facts
+        return self._run('shards', tasks, on_done=publisher.update), properties
 
     def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
         source = chat.template_for(tokenizer)
@@ -389,9 +389,9 @@ def _refuse_empty(reports: Sequence[CleaningReport]) -> None:
     )
 
 
-def _validation_of(facts: dict[str, Any]) -> ValidationChoice:
-    """Returns the choice from a saved result."""
-    return ValidationChoice(facts['below'], facts['cut'] and Cut(**facts['cut']), facts['note'], facts.get('partition'))
+def _validation_of(saved: dict[str, Any]) -> ValidationChoice:
+    """Returns the choice from a saved saved."""
+    return ValidationChoice(saved['below'], saved['cut'] and Cut(**saved['cut']), saved['note'], saved.get('partition'))
 
 
 def _kind(spec: str) -> str:

@@ -20,7 +20,7 @@ from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.record_formats import find_format
 from maxlm.data.formats.token_files import check_token_file
 from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
-from maxlm.data.prepare.options import PrepareOptions, chat_facts, made_from
+from maxlm.data.prepare.options import PrepareOptions, chat_fields, made_from
 from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
 from maxlm.data.prepare.pipeline import (
     LEARNED,
@@ -182,10 +182,10 @@ def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: 
         tokenizer=options.tokenizer,
         reading=ReadSettings(read, options.skip_bad_records),
         cleaning=Cleaning(tuple(options.filter), options.deduplicate, options.dedup_threshold),
-        validation_share=0.0 if validation else options.validation_fraction,
+        validation_fraction=0.0 if validation else options.validation_fraction,
         infill=infill,
         block=options.block,
-        made_from={**made_from(options, read, tokenizer, training, validation), **chat_facts(what, chat)},
+        made_from={**made_from(options, read, tokenizer, training, validation), **chat_fields(what, chat)},
         chat=chat,
         stream=options.stream,
     )
@@ -199,13 +199,13 @@ def _format(options: PrepareOptions, files: Sequence[InputFile]) -> str:
         else ('filter', 'fim_rate')
     ):
         if value := getattr(options, name):
-            given = ' '.join(value) if isinstance(value, list) else value
+            value_text = ' '.join(value) if isinstance(value, list) else value
             if found == 'preference':
-                raise InputError(f'{flag(name)}={given} is for text, but the input has preferences; remove it')
+                raise InputError(f'{flag(name)}={value_text} is for text, but the input has preferences; remove it')
             use = (
                 'conversations, but the input has none' if found == 'text' else 'text, but the input has conversations'
             )
-            raise InputError(f'{flag(name)}={given} is for {use}; remove it or set --format')
+            raise InputError(f'{flag(name)}={value_text} is for {use}; remove it or set --format')
     if found == 'preference' and not options.pack_seq_len:
         raise InputError('--pack-seq-len=0: preference pairs must be packed; set it to data.seq_len of training')
     return found
@@ -237,8 +237,8 @@ def _check_tokens(options: PrepareOptions, files: Sequence[InputFile]) -> None:
             f'{path} is already tokenized: --tokenizer={options.tokenizer} does not identify its tokenizer; '
             'give its tokenizer.json, hf:NAME or ids:N[:END]'
         )
-    for name, asked in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
-        if asked:
+    for name, value in {'fim_rate': options.fim_rate, 'filter': options.filter}.items():
+        if value:
             raise InputError(f'{path} is already tokenized: {flag(name)} requires text; remove {flag(name)}')
 
 

@@ -114,21 +114,21 @@ class ScanTask(PartitionTask):
         else:
             near = self.cleaning.duplicates == 'near'
             minhash_signature(kept_documents(), near=near, identity=self.identity).save(self.signatures_path)
-        facts = {
+        result = {
             'codes': pack(np.frombuffer(bytes(codes), np.uint8)),
             'checksum': checksum.value(),
             'report': cleaning.to_json(),
         }
-        save_result(self._path, self.identity, facts)
+        save_result(self._path, self.identity, result)
 
     def load(self) -> tuple[FilterDecisions, CleaningReport]:
         """Returns the decisions before deduplication and the report. Raises InputError if the task is not done."""
-        facts = load_result(self._path, self.identity)
-        if facts is None:
+        result = load_result(self._path, self.identity)
+        if result is None:
             raise InputError(f'{self._path}: removed or changed while maxlm prepare was running; run it again')
-        codes = unpack(facts['codes'])
-        decisions = FilterDecisions(codes, facts['checksum'], codes == FilterDecision.SHORTENED, {})
-        return decisions, CleaningReport.from_json(facts['report'])
+        codes = unpack(result['codes'])
+        decisions = FilterDecisions(codes, result['checksum'], codes == FilterDecision.SHORTENED, {})
+        return decisions, CleaningReport.from_json(result['report'])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,8 +45,8 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
         if name == 'validation' and VALIDATION_NOTE in dataset.made_from:
             lines.append(f'    {dataset.made_from[VALIDATION_NOTE]}')
         if len(split.sources) > 1:
-            shares = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
-            lines.append(f'    {shares}')
+            fractions = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
+            lines.append(f'    {fractions}')
         if dataset.chat:
             lines.append(f'    {_chat_line(dataset.chat[name], split.tokens)}')
     if dataset.text_boundaries_sha256:

@@ -20,21 +20,21 @@ from maxlm.storage.regular_files import MAX_TEXT_BYTES, read_bytes
 RESULT_VERSION = 1
 
 
-def identity_of(*facts: Any) -> str:
+def identity_of(*values: Any) -> str:
     """Returns a checksum of JSON values. Pass everything that determines a result."""
-    return hashlib.sha256(json.dumps([RESULT_VERSION, *facts]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([RESULT_VERSION, *values]).encode()).hexdigest()
 
 
-def save_result(path: Path, identity: str, facts: dict[str, Any]) -> None:
+def save_result(path: Path, identity: str, result: dict[str, Any]) -> None:
     """Writes JSON values and the identity. Raises InputError if the file cannot be written."""
-    atomic_write(path, json.dumps({'identity': identity, **facts}))
+    atomic_write(path, json.dumps({'identity': identity, **result}))
 
 
 def load_result(path: Path, identity: str) -> dict[str, Any] | None:
     """Returns the values that `save_result` wrote; None if the file is missing, damaged or has a different identity."""
     try:
-        facts: dict[str, Any] = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
-        return facts if facts['identity'] == identity else None
+        result: dict[str, Any] = parse_json(read_bytes(path, limit=MAX_TEXT_BYTES))
+        return result if result['identity'] == identity else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -28,17 +28,17 @@ def name_hash(name: str, *, salt: str = '') -> int:
     return int.from_bytes(digest[:8])
 
 
-def validation_threshold(names: Iterable[str], share: float) -> int:
+def validation_threshold(names: Iterable[str], fraction: float) -> int:
     """Returns the threshold for `name_hash` below which a document is validation data.
 
-    The threshold is `share` of HASH_RANGE. It is moved if a few documents would leave one split empty: with two or
+    The threshold is `fraction` of HASH_RANGE. It is moved if a few documents would leave one split empty: with two or
     more documents, the smallest hash goes to validation and the largest to training. A single document goes to
     training. Reads `names` until both splits have a document, and at most MAX_NAMES.
 
     Raises:
         InputError: there are no documents.
     """
-    threshold = int(share * HASH_RANGE)
+    threshold = int(fraction * HASH_RANGE)
     smallest, largest = HASH_RANGE, -1
     for name in itertools.islice(names, MAX_NAMES):
         smallest, largest = min(smallest, name_hash(name)), max(largest, name_hash(name))

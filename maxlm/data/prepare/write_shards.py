@@ -158,33 +158,33 @@ class WriteShards(PartitionTask):
                 report(size, len(documents), num_tokens)
             document_filter.finish()
             counts = {name: split.finish() for name, split in splits.items()}
-        facts = {
-            'splits': {name: _to_facts(split) for name, split in counts.items()},
+        result = {
+            'splits': {name: _to_fields(split) for name, split in counts.items()},
             'left_out': skipped,
             'duplicates': document_filter.duplicates.to_json(),
         }
-        save_result(self.result_path, self.identity, facts)
+        save_result(self.result_path, self.identity, result)
 
     def load(self) -> PartitionResult | None:
         """Returns the result of `run`, or None if it or a shard is missing or belongs to a different task."""
-        facts = load_result(self.result_path, self.identity)
-        if facts is None:
+        result = load_result(self.result_path, self.identity)
+        if result is None:
             return None
         try:
-            splits = {name: _from_facts(split) for name, split in facts['splits'].items()}
+            splits = {name: _from_fields(split) for name, split in result['splits'].items()}
             for split in splits.values():
                 if split.shard is not None and (self.output / split.shard.name).stat().st_size != split.shard.bytes:
                     return None
-            return PartitionResult(splits, facts['left_out'], CleaningReport.from_json(facts['duplicates']))
+            return PartitionResult(splits, result['left_out'], CleaningReport.from_json(result['duplicates']))
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _output(self, split: str, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> SplitOutput:
-        given: dict[str, Any] = {'source': self.partition.source, 'block': self.block, 'tokenizer': tokenizer}
+        arguments: dict[str, Any] = {'source': self.partition.source, 'block': self.block, 'tokenizer': tokenizer}
         if self.chat is None:
-            return SplitOutput(self.shard_path(split), **given, stack=stack)
+            return SplitOutput(self.shard_path(split), **arguments, stack=stack)
         counts = self.chat.make_counts()
-        return MarkedOutput(self.shard_path(split), **given, stack=stack, window=self.chat.window, counts=counts)
+        return MarkedOutput(self.shard_path(split), **arguments, stack=stack, window=self.chat.window, counts=counts)
 
     def _encode(
         self, documents: Sequence[Document], tokenizer: Tokenizer, skipped: list[dict[str, str]]
@@ -245,7 +245,7 @@ def _load_encoder(directory: Path, tokenizer_sha256: str, template_sha256: str) 
     return encoder
 
 
-def _to_facts(counts: SplitCounts) -> dict[str, Any]:
+def _to_fields(counts: SplitCounts) -> dict[str, Any]:
     return {
         'shard': counts.shard and dataclasses.asdict(counts.shard),
         'text_bytes': counts.text_bytes,
@@ -254,9 +254,9 @@ def _to_facts(counts: SplitCounts) -> dict[str, Any]:
     }
 
 
-def _from_facts(facts: dict[str, Any]) -> SplitCounts:
-    shard = facts['shard'] and Shard(**facts['shard'])
-    return SplitCounts(shard, facts['text_bytes'], unpack(facts['token_counts']), facts['chat'])
+def _from_fields(fields: dict[str, Any]) -> SplitCounts:
+    shard = fields['shard'] and Shard(**fields['shard'])
+    return SplitCounts(shard, fields['text_bytes'], unpack(fields['token_counts']), fields['chat'])
 
 
 def find_leftover_files(output: Path, kept: Sequence[Shard]) -> list[Path]:

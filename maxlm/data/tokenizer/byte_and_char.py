@@ -69,15 +69,15 @@ def recognize(library: tokenizers.Tokenizer, end_of_document: int) -> tuple[str,
     The encoder maps text to uint32 ids. It is None if NumPy is not faster.
     """
     vocab = library.get_vocab(with_added_tokens=True)
-    words = set(vocab) - {token.content for token in library.get_added_tokens_decoder().values() if token.special}
-    if len(words) == NUM_BYTES and _same(library, bytes_library()):
+    tokens = set(vocab) - {token.content for token in library.get_added_tokens_decoder().values() if token.special}
+    if len(tokens) == NUM_BYTES and _same(library, bytes_library()):
         return 'bytes', _encode_bytes
-    if all(len(word) == 1 for word in words):
-        characters = sorted(words)
+    if all(len(word) == 1 for word in tokens):
+        characters = sorted(tokens)
         if _same(library, chars_library(characters)):
             codepoints = np.array([ord(character) for character in characters], np.uint32)
             return 'chars', lambda text: _encode_chars(text, codepoints)
-    if all(map(str.isdigit, words)) and _same(library, numbers_library(len(vocab), end_of_document)):
+    if all(map(str.isdigit, tokens)) and _same(library, numbers_library(len(vocab), end_of_document)):
         return 'ids', None
     return 'library', None
 
@@ -94,8 +94,8 @@ def _encode_bytes(text: str) -> np.ndarray:
 
 
 def _encode_chars(text: str, codepoints: np.ndarray) -> np.ndarray:
-    wanted = np.frombuffer(text.encode('utf-32-le'), '<u4')
-    ids = np.searchsorted(codepoints, wanted).astype(np.uint32)
-    known = np.append(codepoints, 0)[ids] == wanted
+    text_codepoints = np.frombuffer(text.encode('utf-32-le'), '<u4')
+    ids = np.searchsorted(codepoints, text_codepoints).astype(np.uint32)
+    known = np.append(codepoints, 0)[ids] == text_codepoints
     known &= ids < len(codepoints)
     return np.where(known, ids, np.uint32(len(codepoints) + 1))

@@ -47,17 +47,17 @@ def extension_error(new: Tokenizer, old: Tokenizer) -> str:
     return ''
 
 
-def _ids(facts: dict[str, Any]) -> dict[str, int]:
-    vocab = facts['model']['vocab']
+def _ids(fields: dict[str, Any]) -> dict[str, int]:
+    vocab = fields['model']['vocab']
     # A Unigram vocabulary is a list of (piece, score) in the order of the ids.
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
-    return ids | {token['content']: token['id'] for token in facts['added_tokens']}
+    return ids | {token['content']: token['id'] for token in fields['added_tokens']}
 
 
-def _takes(facts: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
+def _takes(fields: dict[str, Any]) -> dict[str, tuple[bool, ...]]:
     """Returns the TAKES options of all tokens. They are False for tokens that are not added tokens."""
-    found = dict.fromkeys(_ids(facts), (False,) * len(TAKES))
-    return found | {token['content']: tuple(token[name] for name in TAKES) for token in facts['added_tokens']}
+    found = dict.fromkeys(_ids(fields), (False,) * len(TAKES))
+    return found | {token['content']: tuple(token[name] for name in TAKES) for token in fields['added_tokens']}
 
 
 def boundary_change(new: Tokenizer, old: Tokenizer) -> str:

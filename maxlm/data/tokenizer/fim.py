@@ -45,9 +45,9 @@ class FimConfig:
 
     def __post_init__(self) -> None:
         """Raises InputError if a proportion is not between 0 and 1."""
-        for name, share in dataclasses.asdict(self).items():
-            if not 0 <= share <= 1:
-                raise InputError(f'fill-in-the-middle {name}={share}: must be from 0 to 1')
+        for name, rate in dataclasses.asdict(self).items():
+            if not 0 <= rate <= 1:
+                raise InputError(f'fill-in-the-middle {name}={rate}: must be from 0 to 1')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,13 +26,13 @@ def load_library(text: str, name: str) -> tokenizers.Tokenizer:
         InputError: the content is not a tokenizer, or exceeds a limit.
     """
     try:
-        facts = parse_json(text)
-        if not isinstance(facts, dict):
+        fields = parse_json(text)
+        if not isinstance(fields, dict):
             raise InputError('is not a JSON object; give another file')
         # Check before loading: the library creates a table of all ids, and normalizes the added tokens.
-        refuse_gaps(facts)
-        check_limits(facts)
-        for regex in regexes_of(facts):
+        refuse_gaps(fields)
+        check_limits(fields)
+        for regex in regexes_of(fields):
             check_regex(regex)
         with catch_panics('tokenizers'):
             library = tokenizers.Tokenizer.from_str(text)
@@ -84,9 +84,9 @@ def decode(library: tokenizers.Tokenizer, ids: Sequence[int]) -> str:
         raise InputError(f'the tokenizer cannot decode ids: {error}; use another tokenizer') from error
 
 
-def refuse_gaps(facts: Mapping[str, Any]) -> None:
+def refuse_gaps(fields: Mapping[str, Any]) -> None:
     """Raises InputError if the ids of a tokenizer.json have large gaps. The library detects other mistakes."""
-    model, added = facts.get('model'), facts.get('added_tokens')
+    model, added = fields.get('model'), fields.get('added_tokens')
     vocab = model.get('vocab') if isinstance(model, dict) else None
     # A Unigram vocabulary is a list in the order of the ids.
     ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab) if isinstance(vocab, list) else 0))

@@ -35,11 +35,11 @@ def longest_token(tokenizer: Tokenizer, *, parse_special: bool = False) -> int |
     return max([longest, *(len(token.content.encode()) for token in special)])
 
 
-def _longest(facts: dict[str, Any], *, parse_special: bool) -> int | None:
-    model, steps = facts['model'], _steps(facts['pre_tokenizer'], 'pretokenizers')
+def _longest(fields: dict[str, Any], *, parse_special: bool) -> int | None:
+    model, steps = fields['model'], _steps(fields['pre_tokenizer'], 'pretokenizers')
     if model['type'] != 'BPE' or not all(_keeps_text(step) for step in steps):
         return None
-    added = [token for token in facts['added_tokens'] if parse_special or not token['special']]
+    added = [token for token in fields['added_tokens'] if parse_special or not token['special']]
     if any(token['lstrip'] or token['rstrip'] or token['normalized'] for token in added):
         return None
     vocab = model['vocab']
@@ -53,7 +53,7 @@ def _longest(facts: dict[str, Any], *, parse_special: bool) -> int | None:
             return None
         longest = max(len(token.encode()) for token in vocab)
     longest = max([longest, *(len(token['content'].encode()) for token in added)])
-    factor = _shrinking(_steps(facts['normalizer'], 'normalizers'))
+    factor = _shrinking(_steps(fields['normalizer'], 'normalizers'))
     return None if factor is None else factor * longest
 
 

@@ -49,8 +49,8 @@ def read_model_config(directory: Path) -> dict[str, Any]:
         return {}
     # Models with several modalities have a config for text. As in Transformers, the keys of the model win.
     text = config.get('text_config')
-    given = {key: value for key, value in config.items() if value is not None}
-    return {**text, **given} if isinstance(text, dict) else config
+    present = {key: value for key, value in config.items() if value is not None}
+    return {**text, **present} if isinstance(text, dict) else config
 
 
 def token_text(token: Any) -> str:

@@ -25,11 +25,11 @@ def without_special_pieces(library: tokenizers.Tokenizer) -> tokenizers.Tokenize
     # No text contains the new names, because they are random. No output contains them.
     prefix = secrets.token_hex(16)
     names = {name: prefix + name for name in special.values()}
-    facts = json.loads(library.to_str())
-    for token in facts['added_tokens']:
+    fields = json.loads(library.to_str())
+    for token in fields['added_tokens']:
         token['content'] = names.get(token['content'], token['content'])
-    _rename(facts['model'], names)
-    renamed = tokenizers.Tokenizer.from_str(json.dumps(facts))
+    _rename(fields['model'], names)
+    renamed = tokenizers.Tokenizer.from_str(json.dumps(fields))
     renamed.encode_special_tokens = True
     return renamed
 

@@ -115,11 +115,11 @@ def load_boundaries(directory: Path, library: tokenizers.Tokenizer) -> TextBound
         InputError: the file is damaged or belongs to another tokenizer.
     """
     path = directory / TEXT_BOUNDARIES_FILE
-    facts = read_json_object(path)
-    if not facts:
+    fields = read_json_object(path)
+    if not fields:
         return None
     try:
-        boundaries = TextBoundaries(**{**facts, **{key: tuple(facts[key]) for key in ('stops', 'beginning')}})
+        boundaries = TextBoundaries(**{**fields, **{key: tuple(fields[key]) for key in ('stops', 'beginning')}})
         ids = [boundaries.end, *boundaries.stops, *boundaries.beginning]
         if len(ids) > _MAX_IDS:
             raise TypeError(f'{len(ids):,} ids')

@@ -24,38 +24,38 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
 
     The encoder raises ValueError for text that tiktoken cannot split, such as a very long sequence of spaces.
     """
-    facts = json.loads(library.to_str())
-    if not _is_plain(facts):
+    fields = json.loads(library.to_str())
+    if not _is_plain(fields):
         return None
-    special = {token['content'] for token in facts['added_tokens']}
-    ids = {word: i for word, i in facts['model']['vocab'].items() if word not in special}
+    special = {token['content'] for token in fields['added_tokens']}
+    ids = {token: i for token, i in fields['model']['vocab'].items() if token not in special}
     spelling = byte_spelling()
-    made = [''.join(pair) for pair in facts['model']['merges']]
+    made = [''.join(pair) for pair in fields['model']['merges']]
     if ids.keys() != {*spelling.values(), *made}:
         return None
     # A difference of zero means that a token has two merges.
-    if np.any(np.diff([ids[word] for word in made]) <= 0):
+    if np.any(np.diff([ids[token] for token in made]) <= 0):
         return None
-    if any(len(library.model.tokenize(word)) != 1 for word in made):
+    if any(len(library.model.tokenize(token)) != 1 for token in made):
         return None
 
     import tiktoken
 
     byte_of = {character: byte for byte, character in spelling.items()}
-    ranks = {bytes(byte_of[character] for character in word): i for word, i in ids.items()}
+    ranks = {bytes(byte_of[character] for character in token): i for token, i in ids.items()}
     encoding = tiktoken.Encoding('maxlm', pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
     return lambda text: encoding.encode_to_numpy(text, disallowed_special=())
 
 
-def _is_plain(facts: dict[str, Any]) -> bool:
+def _is_plain(fields: dict[str, Any]) -> bool:
     """Returns True if `tokenizer.json` uses only the words of GPT-2 and byte-level merges."""
-    model, words = facts['model'], facts['pre_tokenizer'] or {}
+    model, pre_tokenizer = fields['model'], fields['pre_tokenizer'] or {}
     options = ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback', 'ignore_merges')
     return (
-        (model['type'], words.get('type')) == ('BPE', 'ByteLevel')
-        and words['use_regex']
-        and not words['add_prefix_space']
+        (model['type'], pre_tokenizer.get('type')) == ('BPE', 'ByteLevel')
+        and pre_tokenizer['use_regex']
+        and not pre_tokenizer['add_prefix_space']
         and not any(model[option] for option in options)
-        and not any(facts[step] for step in ('normalizer', 'truncation', 'padding'))
-        and all(token['special'] for token in facts['added_tokens'])
+        and not any(fields[step] for step in ('normalizer', 'truncation', 'padding'))
+        and all(token['special'] for token in fields['added_tokens'])
     )

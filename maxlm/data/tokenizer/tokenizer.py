@@ -249,9 +249,9 @@ class Tokenizer:
 
     def _changed(self, change: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> tokenizers.Tokenizer:
         """Returns the library with a changed normalizer and pre-tokenizer, or itself if `change` changes neither."""
-        facts = json.loads(self._text_library.to_str())
-        bare = {**facts, **{name: change(facts[name]) for name in ('normalizer', 'pre_tokenizer')}}
-        if bare == facts:
+        fields = json.loads(self._text_library.to_str())
+        bare = {**fields, **{name: change(fields[name]) for name in ('normalizer', 'pre_tokenizer')}}
+        if bare == fields:
             return self._text_library
         library = tokenizers.Tokenizer.from_str(json.dumps(bare))
         library.encode_special_tokens = True

@@ -210,9 +210,9 @@
       const close = this.spec.marks.filter((mark) => Math.abs(mark.x - this.position) < (max - min) / 100);
       const where = this.spec.x === 'time' ? duration(this.position)
         : `step ${Math.round(this.position).toLocaleString('en')}`;
-      this.hover.textContent = [where, ...close.map((mark) => mark.words)].join(' · ');
+      this.hover.textContent = [where, ...close.map((mark) => mark.text)].join(' · ');
       this.sentence = [where, ...[...found].map(([index, y]) => `${this.spec.series[index].name} ${number(y)}`),
-        ...close.map((mark) => mark.words)].join(', ');
+        ...close.map((mark) => mark.text)].join(', ');
     }
 
     clear() {

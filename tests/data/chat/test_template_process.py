@@ -84,7 +84,7 @@ def test_a_slow_conversation_does_not_affect_others():
 
 def test_a_long_conversation_does_not_delay_short_ones(monkeypatch):
     asked = []
-    process = types.SimpleNamespace(ask=lambda data: asked.append(len(data)) or b'["", [], {}]')
+    process = types.SimpleNamespace(call=lambda data: asked.append(len(data)) or b'["", [], {}]')
     monkeypatch.setattr(
         template_process, 'limited_process', lambda name, limits: asked.append(limits.cpu_seconds) or process
     )
@@ -106,7 +106,7 @@ def test_remote_and_local_results_are_equal():
     for messages in (MESSAGES, unusual):
         options = {'special': ('<|im_start|>', '<|im_end|>'), 'tools': [{'a': 1}]}
         local, remote = JinjaTemplate(CHATML), RemoteTemplate(CHATML)
-        assert remote.facts == local.facts
+        assert remote.properties == local.properties
         assert remote.render_with_spans(messages, **options) == local.render_with_spans(messages, **options)
         assert remote.render(messages, **options) == local.render(messages, **options)
         settings = {'continue_final_message': True, 'template_kwargs': {'a': [1]}}

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from maxlm.data.filters.gopher_repetition import gopher_repetition, ngram_shares
+from maxlm.data.filters.gopher_repetition import gopher_repetition, ngram_fractions
 
 
 def distinct_words(num, length=4):
@@ -87,7 +87,7 @@ def test_each_rule_at_its_bound(apply_filter, reason, kept, removed):
     ],
 )
 def test_shares_of_known_texts(text, shares):
-    assert dict(ngram_shares(text.split())) == pytest.approx(dict(shares))
+    assert dict(ngram_fractions(text.split())) == pytest.approx(dict(shares))
 
 
 def reference_shares(words):
@@ -112,7 +112,7 @@ def test_shares_match_the_definition():
     for seed in range(30):
         rng = random.Random(seed)
         words = rng.choices(['a', 'bb', 'ccc', 'dddd'][: 2 + seed % 3], k=rng.randrange(5, 60))
-        shares = dict(ngram_shares(words))
+        shares = dict(ngram_fractions(words))
         assert shares == pytest.approx(dict(reference_shares(words)))
         lengths.add(len(shares))
     assert len(lengths) > 3, 'the texts must have various repetitions'

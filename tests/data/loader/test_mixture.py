@@ -29,7 +29,7 @@ def test_shares_match_the_weights(weights):
         # The order within a period is random, so the counts may differ by up to one period.
         for weight, count in zip(weights, counts, strict=True):
             assert abs(count - weight / total * rows) <= len(weights) + (rows % PERIOD > 0) * PERIOD
-    assert mixture.shares == pytest.approx([weight / total for weight in weights], abs=1e-11)
+    assert mixture.fractions == pytest.approx([weight / total for weight in weights], abs=1e-11)
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)

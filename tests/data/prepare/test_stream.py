@@ -9,7 +9,7 @@ from maxlm.data.dataset import preparation
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer, is_preparing, read_progress, stop_reason
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.prepare import partitions
-from maxlm.data.prepare.choose_validation import stream_share
+from maxlm.data.prepare.choose_validation import stream_fraction
 from maxlm.errors import InputError
 from tests.preparing import contents, run
 from tests.stepped_preparation import NUM_PARTITIONS, stepped, write_lines
@@ -69,7 +69,7 @@ def test_validation_documents_come_from_the_first_partition(texts, tmp_path):
     [(100, 100, 0.01), (100, 1000, 0.1), (100, 10**6, 0.5), (2**28, 2**40, 0.0625), (0, 0, 0.01)],
 )
 def test_the_share_of_the_first_partition(size, total, share):
-    assert stream_share(0.01, size, total) == pytest.approx(share)
+    assert stream_fraction(0.01, size, total) == pytest.approx(share)
 
 
 def test_validation_files_are_announced_with_the_first_shard(texts, tmp_path, monkeypatch):

@@ -106,11 +106,11 @@ def test_a_replaced_tokenizer_is_detected(task):
 def test_token_counts_of_a_large_vocabulary_are_compact(task):
     result, _ = write(task)
     large = dataclasses.replace(result.splits['train'], token_counts=np.arange(200_000) % 7)
-    from maxlm.data.prepare.write_shards import _from_facts, _to_facts
+    from maxlm.data.prepare.write_shards import _from_fields, _to_fields
 
-    facts = _to_facts(large)
-    assert len(facts['token_counts']) < 50_000
-    assert np.array_equal(_from_facts(facts).token_counts, large.token_counts)
+    fields = _to_fields(large)
+    assert len(fields['token_counts']) < 50_000
+    assert np.array_equal(_from_fields(fields).token_counts, large.token_counts)
 
 
 def test_leftover_shards_of_earlier_runs_are_found(task):

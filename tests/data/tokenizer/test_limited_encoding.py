@@ -22,7 +22,7 @@ def requests(monkeypatch):
         def __init__(self, process):
             self.process = process
 
-        def ask(self, request):
+        def call(self, request):
             sizes.append(len(request))
             return self.process.call(request)
 

@@ -124,22 +124,22 @@ _PARTS: dict[str, tuple[str, Mapping[str, float | _Factor], int]] = {
 }
 
 
-def check_limits(facts: Mapping[str, Any]) -> None:
+def check_limits(fields: Mapping[str, Any]) -> None:
     """Raises InputError if a `tokenizer.json` exceeds a limit. The library detects values of other types."""
-    factors = {name: _checked_factor(name, facts.get(name)) for name in _PARTS}
-    if sum(map(len, regexes_of(facts))) > _MAX_REGEX:
+    factors = {name: _checked_factor(name, fields.get(name)) for name in _PARTS}
+    if sum(map(len, regexes_of(fields))) > _MAX_REGEX:
         raise InputError(f'its regular expressions have more than {_MAX_REGEX:,} characters; use another tokenizer')
-    _check_model(facts.get('model'))
+    _check_model(fields.get('model'))
     with _named('added_tokens'):
-        _check_added(facts.get('added_tokens'), factors['normalizer'])
+        _check_added(fields.get('added_tokens'), factors['normalizer'])
     with _named('post_processor'):
-        for step in _steps(facts.get('post_processor'), 'processors'):
+        for step in _steps(fields.get('post_processor'), 'processors'):
             _check_template(step)
 
 
-def regexes_of(facts: Mapping[str, Any]) -> list[str]:
+def regexes_of(fields: Mapping[str, Any]) -> list[str]:
     """Returns the regular expressions of a `tokenizer.json`, in order."""
-    patterns = [step.get('pattern') for name, (key, _, _) in _PARTS.items() for step in _steps(facts.get(name), key)]
+    patterns = [step.get('pattern') for name, (key, _, _) in _PARTS.items() for step in _steps(fields.get(name), key)]
     found = [pattern.get('Regex') for pattern in patterns if isinstance(pattern, dict)]
     return list(dict.fromkeys(regex for regex in found if isinstance(regex, str)))
 
@@ -204,8 +204,8 @@ def _factor(name: str, node: Any) -> float:
         pattern = step.get('pattern')
         if isinstance(pattern, dict) and _size(pattern.get('String')) > _MAX_PATTERN:
             raise InputError(f'a pattern has more than {_MAX_PATTERN:,} bytes; use another tokenizer')
-        given = table[kind]
-        factors.append(given if isinstance(given, float) else given(step))
+        bound = table[kind]
+        factors.append(bound if isinstance(bound, float) else bound(step))
     return math.prod(factors)
 
 
