@@ -96,7 +96,9 @@ def test_unusual_numbers_are_in_the_range_or_rejected_by_name(config_file, text)
 @pytest.mark.parametrize('value', [10**400, -(10**400), math.inf, math.nan])
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
 def test_numbers_in_python_configs(key, value):
-    with pytest.raises(InputError, match=f'^{key}=.*must be (an integer|(finite, )?(at least|greater than) 0)') as error:
+    with pytest.raises(
+        InputError, match=f'^{key}=.*must be (an integer|(finite, )?(at least|greater than) 0)'
+    ) as error:
         declared_keys()[key].check(value)
     assert len(str(error.value)) < 100
 
@@ -125,7 +127,7 @@ def test_values_of_other_types_in_a_python_config(key, value, message):
 
 
 def test_a_section_of_a_python_config_must_contain_keys():
-    with pytest.raises(InputError, match='^config section model=3: must be a ConfigDict of keys$'):
+    with pytest.raises(InputError, match=r'^config section model=3: must be a ConfigDict of keys$'):
         loading.build(ConfigDict({'model': 3}))
 
 
