@@ -106,18 +106,19 @@ class Key(NamedTuple):
         """Checks a value independently of other keys; `checked_path` checks paths.
 
         Raises:
-            InputError: the value is None, outside the range, NaN or infinite, or none of the choices.
+            InputError: the value has another type, is outside the range, NaN or infinite, or none of the choices.
         """
-        # A Python config can set any key to None.
-        if value is None:
-            raise InputError(f'{self}=None: must be {_EXAMPLES[self.kind]}')
+        names = [str(choice) or "''" for choice in self.choices]
+        # A Python config can set any key to None, and any value in a ConfigDict of its own.
+        if not isinstance(value, (int, float) if self.kind is float else self.kind):
+            wanted = _EXAMPLES[self.kind] if names in ([], ["''"]) else f'one of {", ".join(names)}'
+            raise InputError(f'{self}={value!r}: must be {wanted}')
         if self.range is not None and value not in self.range:
             finite = '' if abs(value) < math.inf else 'finite, '
             raise InputError(f'{self}={show_number(value)}: must be {finite}{self.range}')
         takes_function = Form.FUNCTION in self.forms
         if value in self.choices or (takes_function and is_function_name(value)):
             return
-        names = [str(choice) or "''" for choice in self.choices]
         if takes_function and (':' in value or names in ([], ["''"])):
             raise InputError(f'{self}={value}: must have the form package.module:name, e.g. my_module:Mine')
         if names:

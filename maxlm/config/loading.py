@@ -123,6 +123,8 @@ def build(values: ConfigDict) -> Config:
 def _freeze(values: ConfigDict) -> Config:
     sections = {}
     for section in values:
+        if not isinstance(values[section], ConfigDict):
+            raise InputError(f'config section {section}={values[section]!r}: must be a ConfigDict of keys')
         keys = values[section].to_dict()
         sections[section] = {name: key.without_auto(keys[name]) for name, key in find_keys(section, keys).items()}
     return make_config(sections)

@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Literal
 
 import pytest
+from ml_collections import ConfigDict
 
 from maxlm import completion
 from maxlm.config import loading
@@ -95,19 +96,39 @@ def test_unusual_numbers_are_in_the_range_or_rejected_by_name(config_file, text)
 @pytest.mark.parametrize('value', [10**400, -(10**400), math.inf, math.nan])
 @pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.learning_rate'])
 def test_numbers_in_python_configs(key, value):
-    with pytest.raises(InputError, match=f'^{key}=.*must be (finite, )?(at least|greater than) 0') as error:
+    with pytest.raises(
+        InputError, match=f'^{key}=.*must be (an integer|(finite, )?(at least|greater than) 0)'
+    ) as error:
         declared_keys()[key].check(value)
     assert len(str(error.value)) < 100
 
 
-@pytest.mark.parametrize('key', ['train.num_steps', 'optimizer.name', 'train.loss', 'data.path', 'data.sources'])
-def test_none_in_a_python_config(key):
-    values = loading.default()
+@pytest.mark.parametrize(
+    ('key', 'value', 'message'),
+    [
+        ('train.num_steps', None, 'None: must be an integer'),
+        ('train.num_steps', 2.5, '2.5: must be an integer'),
+        ('optimizer.learning_rate', 'high', "'high': must be a number"),
+        ('optimizer.name', None, 'None: must be one of adamw, muon'),
+        ('mesh.zero_stage', None, 'None: must be one of 1, 2, 3'),
+        ('train.loss', None, 'None: must be a string'),
+        ('data.path', None, 'None: must be a string'),
+        ('data.sources', None, 'None: must be a tuple'),
+        ('model.scan_layers', 'yes', "'yes': must be true or false"),
+    ],
+)
+def test_values_of_other_types_in_a_python_config(key, value, message):
     section, _, name = key.partition('.')
-    values.model.update(num_layers=1, dim=8, num_heads=1)
-    values[section][name] = None
-    with pytest.raises(InputError, match=f'^{key}=None: must be an? (integer|string|tuple)'):
-        loading.build(values)
+    sections = {'model': {'num_layers': 1, 'dim': 8, 'num_heads': 1}}
+    # This ConfigDict knows no types, unlike that of `default()`.
+    sections.setdefault(section, {})[name] = value
+    with pytest.raises(InputError, match=f'^{key}={re.escape(message)}'):
+        loading.build(ConfigDict(sections))
+
+
+def test_a_section_of_a_python_config_must_contain_keys():
+    with pytest.raises(InputError, match=r'^config section model=3: must be a ConfigDict of keys$'):
+        loading.build(ConfigDict({'model': 3}))
 
 
 @pytest.mark.parametrize('text', ['Infinity', 'NaN', '-1', '1e30', '1' * 400])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -79,21 +80,36 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
         if progress is None:
             return schedule
         return lambda step: schedule(progress.position(step, num_steps=num_steps, warmup_steps=warmup))
-    line = progress or Progress(0, 0.0, num_steps, warmup / num_steps)
-    start = line.warmup
-    if config.schedule == 'constant':
-        minimum = peak
+    if progress is not None:
+        return partial(_rate_at, config, progress)
+    length = num_steps - warmup
+    if config.schedule == 'constant' or length <= 0:
+        after = optax.constant_schedule(peak)
+    elif config.schedule == 'cosine':
+        after = optax.cosine_decay_schedule(peak, length, alpha=minimum / peak)
+    else:
+        fraction = {'linear': 1.0, 'wsd': config.wsd_decay_fraction}[config.schedule]
+        decay = min(max(1, round(fraction * num_steps)), length)
+        after = optax.linear_schedule(peak, minimum, decay, transition_begin=length - decay)
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+
+
+def _rate_at(config: OptimizerConfig, progress: Progress, step: Any) -> jax.Array:
+    """Returns the learning rate of the update after `step` steps of a run whose length changes, a float32 scalar.
+
+    If the progress starts at (step 0, share 0), the result equals that of a fixed length, but the length need not be
+    known when the step is compiled.
+    """
+    step = jnp.asarray(step, jnp.float32)
+    peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
+    start = jnp.float32(1.0) if config.schedule == 'constant' else progress.warmup
     if config.schedule == 'wsd':
         start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
-
-    def rate(step: Any) -> jax.Array:
-        step = jnp.asarray(step, jnp.float32)
-        fallen = jnp.clip((line.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
-        if config.schedule == 'cosine':
-            fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
-        return jnp.where(step < warmup, peak * step / max(warmup, 1), peak + (minimum - peak) * fallen)
-
-    return rate
+    fallen = jnp.clip((progress.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
+    if config.schedule == 'cosine':
+        fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
+    rate = peak + (minimum - peak) * fallen
+    return jnp.where(step < warmup, peak * step / max(warmup, 1), rate)
 
 
 def _user_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

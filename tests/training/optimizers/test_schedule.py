@@ -2,6 +2,7 @@
 
 import math
 
+import optax
 import pytest
 
 from maxlm.config.sections.optimizer import OptimizerConfig
@@ -66,3 +67,23 @@ def test_a_run_that_is_no_longer_than_its_warmup_stays_in_it(name, num_steps):
 def test_constant():
     constant = schedule(10, schedule='constant', warmup_steps=2)
     assert [constant(step) for step in (0, 1, 2, 9, 100)] == [0, 0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ('num_steps', 'warmup_steps', 'rates'),
+    [
+        (7, 0, {5: 1.0, 6: 1.0, 7: 0.1}),
+        (12, 2, {9: 1.0, 10: 1.0, 11: 0.55, 12: 0.1}),
+        (104, 10, {83: 1.0, 84: 0.957, 89: 0.743, 104: 0.1}),
+    ],
+)
+def test_a_decay_lasts_a_whole_number_of_steps(num_steps, warmup_steps, rates):
+    rate = schedule(num_steps, schedule='wsd', wsd_decay_fraction=0.2, min_learning_rate=0.1, warmup_steps=warmup_steps)
+    assert {step: rate(step) for step in rates} == pytest.approx(rates, abs=1e-3)
+
+
+def test_fixed_lengths_equal_optax_bit_for_bit():
+    # Runs of earlier versions resume with the same rates.
+    found = schedule(50, min_learning_rate=0.1, warmup_steps=5)
+    expected = optax.warmup_cosine_decay_schedule(0, 1, 5, 50, end_value=0.1)
+    assert [found(step) for step in range(55)] == [float(expected(step)) for step in range(55)]
