@@ -110,9 +110,10 @@ class Key(NamedTuple):
         """
         names = [str(choice) or "''" for choice in self.choices]
         # A Python config can set any key to None, and any value in a ConfigDict of its own.
-        if not isinstance(value, (int, float) if self.kind is float else self.kind):
-            wanted = _EXAMPLES[self.kind] if names in ([], ["''"]) else f'one of {", ".join(names)}'
-            raise InputError(f'{self}={value!r}: must be {wanted}')
+        has_kind = isinstance(value, (int, float) if self.kind is float else self.kind)
+        if not has_kind:
+            expected = _EXAMPLES[self.kind] if names in ([], ["''"]) else f'one of {", ".join(names)}'
+            raise InputError(f'{self}={value!r}: must be {expected}')
         if self.range is not None and value not in self.range:
             finite = '' if abs(value) < math.inf else 'finite, '
             raise InputError(f'{self}={show_number(value)}: must be {finite}{self.range}')

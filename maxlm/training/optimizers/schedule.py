@@ -97,8 +97,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
 def _rate_at(config: OptimizerConfig, progress: Progress, step: Any) -> jax.Array:
     """Returns the learning rate of the update after `step` steps of a run whose length changes, a float32 scalar.
 
-    If the progress starts at (step 0, share 0), the result equals that of a fixed length, but the length need not be
-    known when the step is compiled.
+    The length need not be known when the step is compiled. If the progress starts at (step 0, share 0), the result
+    equals that of a fixed length.
     """
     step = jnp.asarray(step, jnp.float32)
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
