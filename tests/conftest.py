@@ -122,6 +122,15 @@ def _no_gpu_compiler(tmp_path_factory):
     gpu_compiler.CACHE = str(tmp_path_factory.mktemp('cache') / 'gpu-compiler')
 
 
+@pytest.fixture(autouse=True)
+def _signal_handlers():
+    """Restores the handlers that a command in this process replaces. Child processes inherit ignored signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _bounded_memory():
     yield

@@ -19,8 +19,8 @@ from tests.conftest import ROOT
 def command(kind, name, folder):
     """Returns the arguments of a command in a config's docstring, with `folder` as the data directory."""
     docstring = (ROOT / f'configs/{kind}.py').read_text().split('"""')[1].replace('\\\n', ' ')
-    (line,) = [line for line in docstring.splitlines() if f'python -m {name} ' in line]
-    words = line.partition(f'python -m {name} ')[2].split()
+    (line,) = [line for line in docstring.splitlines() if f'{name} ' in line]
+    words = line.partition(f'{name} ')[2].split()
     return [word.replace('data/', f'{folder}/') for word in words]
 
 
@@ -29,7 +29,7 @@ def test_data_and_windows_go_together(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     sft, rl = (load(f'configs/{kind}.py:{variant}') for variant in ('sft', 'rl'))
     assert tasks.main(command(kind, 'examples.tasks', tmp_path)) == 0
-    assert prepare.main([*command(kind, 'maxlm.prepare', tmp_path), '--workers', '1', '--quiet']) == 0
+    assert prepare.main([*command(kind, 'maxlm prepare', tmp_path), '--workers', '1', '--quiet']) == 0
     dataset = load_manifest(tmp_path / sft.data.path.removeprefix('data/'))
     assert dataset.packed_window == sft.data.seq_len
     assert not any(counts['left_out'] or counts['shortened'] for counts in dataset.chat.values())

@@ -12,8 +12,8 @@ from maxlm.trainer.source_metrics import SourceMetrics, SourceStats
 class Mixture:
     """Fake mixture in which three of four rows belong to the first source."""
 
-    def __init__(self, *shares):
-        self.mixtures = [SimpleNamespace(shares=stage) for stage in shares or [(0.75, 0.25)]]
+    def __init__(self, *fractions):
+        self.mixtures = [SimpleNamespace(fractions=stage) for stage in fractions or [(0.75, 0.25)]]
 
     def rows_taken(self, rows):
         return np.array([rows * 3 // 4, rows // 4])
