@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,10 +112,13 @@ def _trace(
     traced = jax.make_jaxpr(linearized)(params, ints_BT, ints_BT if has_segments else None, ints_BT)
     loops = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'scan']
     loop = max(loops, key=lambda equation: len(equation.outvars))
-    num_consts, num_carry = loop.params['num_consts'], loop.params['num_carry']
     body = loop.params['jaxpr'].jaxpr
+    # JAX 0.12 has no parameters with the numbers of these arrays. Only the arrays of all layers have an axis of layers,
+    # which comes after the constants and the carry in the inputs, and after the carry in the outputs.
+    num_carry = _num_unstacked(body.outvars, loop.outvars)
+    start_of_layers = _num_unstacked(body.invars, loop.invars)
     # Arrays that follow from parameters alone, such as casts, are no activations.
-    activations = set(body.invars[num_consts : num_consts + num_carry])
+    activations = set(body.invars[start_of_layers - num_carry : start_of_layers])
     buffers: dict[Any, Any] = {}
     for equation in body.eqns:
         inputs = [value for value in equation.invars if not isinstance(value, Literal)]
@@ -135,6 +139,11 @@ def _trace(
     total, in_rows = sum(sizes.values()), sum(sizes[buffer] for buffer in of_rows)
     period = len(model.attention_pattern)
     return _Saved(in_rows / period, (total - in_rows) / period)
+
+
+def _num_unstacked(of_body: Sequence[Any], of_loop: Sequence[Any]) -> int:
+    """Returns the number of arrays of a loop that have the same shape in its body."""
+    return sum(inner.aval.ndim == outer.aval.ndim for inner, outer in zip(of_body, of_loop, strict=True))
 
 
 def _stored_bytes(array: Any, lanes: int) -> int:
