@@ -113,8 +113,8 @@ def _trace(
     loops = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'scan']
     loop = max(loops, key=lambda equation: len(equation.outvars))
     body = loop.params['jaxpr'].jaxpr
-    # JAX 0.12 has no parameters with the numbers of constants and carried arrays. Shapes tell them apart: only stacked
-    # arrays, which come last, have an axis of layers.
+    # JAX 0.12 has no parameters with the numbers of constants and carried arrays, so their shapes are compared. Only
+    # stacked arrays, which come last, have an axis of layers.
     num_carry = _num_unstacked(body.outvars, loop.outvars)
     start_of_layers = _num_unstacked(body.invars, loop.invars)
     # Arrays that follow from parameters alone, such as casts, are no activations.
