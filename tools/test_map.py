@@ -91,13 +91,15 @@ def function_hashes(source: str) -> dict[str, str]:
     return {**hashes, MODULE: _hash(ast.dump(tree).encode())}
 
 
-def functions(tree: ast.Module | ast.ClassDef, prefix: str = '') -> Iterator[tuple[str, ast.FunctionDef]]:
+def functions(
+    tree: ast.Module | ast.ClassDef, prefix: str = ''
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Yields the top-level functions and methods of a module with their qualified names."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from functions(node, f'{prefix}{node.name}.')
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f'{prefix}{node.name}', node  # type: ignore[misc]
+            yield f'{prefix}{node.name}', node
 
 
 def content_hash(path: Path) -> str:

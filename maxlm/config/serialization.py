@@ -73,8 +73,10 @@ def make_config(sections: Mapping[str, Mapping[str, Any]]) -> Config:
     config = Config(**{section: SECTIONS[section](**keys) for section, keys in sections.items()})
     model = config.model
     section_keys('model')['family'].check(model.family)
-    settings = {key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None}
-    model = dataclasses.replace(model, **settings)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {
+        key: value for key, value in FAMILIES[model.family].items() if getattr(model, key) is None
+    }
+    model = dataclasses.replace(model, **settings)
     return dataclasses.replace(config, model=model)
 
 
