@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -88,6 +89,7 @@ class TensorBoard:
 
         if files := sorted(self._directory.glob('events.out.tfevents.*')):
             _purge_after(files[-1], after_step)
+            _wait_for_next_second(files[-1])
         self._writer = metric_writers.SummaryWriter(str(self._directory))
         self._writer.write_hparams(hparams(self._config))
 
@@ -111,6 +113,16 @@ def hparams(config: Config) -> dict[str, bool | int | float | str]:
     }
 
 
+def _wait_for_next_second(newest: Path) -> None:
+    """Waits until a new file is named after `newest`.
+
+    TensorBoard reads files in the order of their names, which begin with the time in seconds. The host, process and
+    number that follow do not order the files of one second: 10 precedes 9.
+    """
+    if match := re.search(r'tfevents\.(\d{1,12})\.', newest.name):
+        time.sleep(min(max(int(match[1]) + 1 - time.time(), 0), 1))
+
+
 def _purge_after(newest: Path, step: int) -> None:
     """Makes TensorBoard discard points after `step` in the files up to `newest`, because their steps are repeated."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -119,7 +131,6 @@ def _purge_after(newest: Path, step: int) -> None:
     start = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
     # TensorBoard ignores the first start event that it sees, so write two.
     events = Event(file_version='brain.Event:2'), start, start
-    # TensorBoard reads files in the order of their names.
     with newest.with_name(f'{newest.name}.on').open('wb') as file:
         writer = RecordWriter(file)
         for event in events:

@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -49,6 +50,22 @@ def test_repeated_steps_replace_earlier_ones(tmp_path):
     (sample,) = accumulator.Tensors('samples/0')
     assert sample.tensor_proto.string_val[0].decode().split() == ['Once▮', 'more']
     assert b'model.dim' in accumulator.SummaryMetadata('_hparams_/session_start_info').plugin_data.content
+
+
+def test_a_new_file_follows_files_of_the_same_second(tmp_path):
+    # The order of such files is that of host, process and a number (10 before 9).
+    tracker = TensorBoard(tmp_path, small_config())
+    import clu.metric_writers  # noqa: F401  # takes seconds
+
+    time.sleep(1 - time.time() % 1)
+    earlier = tmp_path / f'events.out.tfevents.{time.time():.0f}.zzz.1.9.v2'
+    earlier.touch()
+    writer = MetricWriter(tmp_path, after_step=3, trackers=[tracker])
+    writer.write(4, 0.0, {'train/loss': 1.0})
+    tracker.close()
+    names = [path.name for path in sorted(tmp_path.glob('events.*'))]
+    assert names[:2] == [earlier.name, f'{earlier.name}.on']
+    assert len(names) == 3
 
 
 @pytest.mark.parametrize('end', ['\n', '\r\n', '\r', '\n\n', '\r\r', '\x0b', '\x85', '\u2028', '\x02', '\t\r'])
