@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+from maxlm.errors import InputError, os_message
+
 
 class _Output(io.FileIO):
     """Descriptor that discards text after its terminal was closed. If `is_optional`, it discards all failed writes."""
@@ -17,17 +19,26 @@ class _Output(io.FileIO):
         self.is_optional = is_optional
 
     def write(self, data: Any, /) -> int:
-        """Writes data, or discards it."""
+        """Writes data, or discards it.
+
+        Raises:
+            InputError: the disk of the file is full. Later output is discarded.
+        """
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno != errno.EIO and not self.is_optional:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if error.errno != errno.EIO and not is_full and not self.is_optional:
                 raise
-            if error.errno in (errno.EIO, errno.EPIPE):
-                # Libraries and child processes write to the descriptor too.
+            if error.errno in (errno.EIO, errno.EPIPE) or (is_full and not self.is_optional):
+                # Libraries and child processes write to the descriptor too, and Python flushes it at its exit.
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.fileno())
                 os.close(null)
+            if is_full and not self.is_optional:
+                raise InputError(
+                    f'the output cannot be written ({os_message(error)}); write it to another disk'
+                ) from None
             return len(memoryview(data).cast('B'))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Deep enough for every format that maxlm reads, and far below Python's recursion limit.
@@ -27,6 +28,21 @@ def parse_json(text: str | bytes) -> Any:
     # A text with few brackets cannot be nested deeply, and counting is much cheaper than traversing the value.
     if decoded.count('[') + decoded.count('{') > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(_TOO_DEEP)
+    return value
+
+
+def finite_json(value: Any, indent: int | None = None) -> str:
+    """Returns the JSON text of a value with null for NaN and infinities. JSON has no NaN; every parser accepts null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
     return value
 
 

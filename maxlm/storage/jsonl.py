@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 from maxlm.errors import InputError, os_message
 from maxlm.log import logger
 from maxlm.storage.atomic import atomic_write
-from maxlm.storage.json_text import parse_json
+from maxlm.storage.json_text import finite_json, parse_json
 from maxlm.storage.regular_files import NotRegularError, read_bytes
 
 
@@ -120,15 +118,4 @@ class JsonlWriter:
 
 
 def _encode(values: Mapping[str, Any]) -> bytes:
-    return f'{json.dumps(_finite(values))}\n'.encode()
-
-
-def _finite(value: Any) -> Any:
-    """Replaces non-finite numbers with None. JSON has no NaN, and every parser accepts null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return value
+    return f'{finite_json(values)}\n'.encode()

@@ -40,6 +40,16 @@ def test_without_a_verb_the_verbs_are_listed(run):
         assert command.help in out
 
 
+@pytest.mark.parametrize('word', ['--version', '--help'])
+def test_a_full_disk(word):
+    command = [sys.executable, '-m', 'maxlm', word]
+    with open('/dev/full', 'w') as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert done.returncode == EXIT_BAD_INPUT
+    wanted = 'error: the output cannot be written (No space left on device); write it to another disk\n'
+    assert done.stderr == wanted
+
+
 @pytest.mark.parametrize('word', ['--help', '-h'])
 def test_help(run, word):
     code, out, err = run(word)

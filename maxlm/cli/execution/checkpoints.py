@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path
-from maxlm.storage.json_text import parse_json
+from maxlm.storage.json_text import finite_json, parse_json
 from maxlm.storage.regular_files import read_text
 from maxlm.workdir.files import read_config
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
@@ -53,7 +52,7 @@ def _list(options: argparse.Namespace) -> int:
             rows.append((f'{display_path(chosen.workdir)}@{one.step}', one, kept))
     if options.json:
         for name, one, kept in rows:
-            print(json.dumps({'name': name, **one._asdict(), 'kept': kept}))
+            print(finite_json({'name': name, **one._asdict(), 'kept': kept}))
         return EXIT_DONE
     width = max(len(name) for name, *_ in rows)
     print(f'{"checkpoint":<{width}}  {"size":>9}  {"optimizer":>9}  {"validation loss":>15}  kept by')
@@ -111,6 +110,8 @@ def _prune(options: argparse.Namespace) -> int:
             print(f'{workdir}@{one.step}: {status}, {format_bytes(one.bytes)}')
         for one in reduced:
             print(f'{workdir}@{one.step}: optimizer state {status}, {format_bytes(one.optimizer_bytes)}')
+        if options.drop_optimizer:
+            _print_complete(workdir, [one for one in kept if one not in reduced and one.optimizer_bytes])
         size = format_bytes(sum(one.bytes for one in going) + sum(one.optimizer_bytes for one in reduced))
         print(f'{workdir}: {len(kept)} of {len(everything)} steps kept; {size} freed')
     print_next('maxlm', 'checkpoints', 'list', *map(str, options.workdirs))
@@ -128,6 +129,13 @@ def _reducible(workdir: Path, steps: list[CheckpointInfo], options: argparse.Nam
     )
     # An interrupted deletion may have left files.
     return [one for one in steps if one.optimizer_bytes and one.step not in needed]
+
+
+def _print_complete(workdir: Path, steps: list[CheckpointInfo]) -> None:
+    if steps:
+        numbers = ', '.join(str(one.step) for one in steps)
+        size = format_bytes(sum(one.optimizer_bytes for one in steps))
+        print(f'{workdir}: optimizer state kept to resume and roll back: steps {numbers}, {size}')
 
 
 def _fetch(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from maxlm.evaluation.table import Column, table_json, table_text
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
 from maxlm.storage.atomic import atomic_write
-from maxlm.storage.json_text import strings_in
+from maxlm.storage.json_text import finite_json, strings_in
 from maxlm.telemetry.metrics import perplexity
 
 
@@ -56,10 +56,10 @@ def execute(options: argparse.Namespace) -> int:
         _write(Path(options.output), found)
     if len(found) == 1 and not options.tasks:
         (one,) = found
-        print(json.dumps(one.loss) if options.json else _loss_text(one))
+        print(finite_json(one.loss) if options.json else _loss_text(one))
     else:
         columns = [Column(one.name, one.measures) for one in found]
-        print(json.dumps(_as_json(found)) if options.json else table_text(columns))
+        print(finite_json(_as_json(found)) if options.json else table_text(columns))
     if not options.json:
         print_generate(options.checkpoint[0])
     return EXIT_DONE
@@ -83,7 +83,7 @@ def export_texts(options: argparse.Namespace) -> int:
         for task, document in benchmarks.documents()
     ]
     atomic_write(Path(file), ''.join(lines))
-    print(json.dumps({'documents': len(lines)}) if options.json else f'{file}: {len(lines):,} documents')
+    print(finite_json({'documents': len(lines)}) if options.json else f'{file}: {len(lines):,} documents')
     return EXIT_DONE
 
 
@@ -237,7 +237,7 @@ def _as_json(found: list[Evaluated]) -> dict[str, Any]:
 def _write(folder: Path, found: list[Evaluated]) -> None:
     """Writes evaluation.json, table.txt and, if losses were measured, positions.png."""
     with output_directory(folder):
-        (folder / 'evaluation.json').write_text(json.dumps(_as_json(found), indent=2) + '\n', encoding='utf-8')
+        (folder / 'evaluation.json').write_text(finite_json(_as_json(found), indent=2) + '\n', encoding='utf-8')
         table = table_text([Column(one.name, one.measures) for one in found])
         (folder / 'table.txt').write_text(table + '\n', encoding='utf-8')
         curves = {one.name: one.held_out.by_position() for one in found if one.held_out is not None}

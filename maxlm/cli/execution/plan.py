@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from pathlib import Path
@@ -33,6 +32,7 @@ from maxlm.planning.scaling import Data, Prediction, sweep, sweep_sizes
 from maxlm.planning.search import Override
 from maxlm.planning.targets import Target, parse_target
 from maxlm.runtime.compilation_cache import enable_compilation_cache
+from maxlm.storage.json_text import finite_json
 
 # A sweep doubles the number of devices of the target up to this limit.
 LARGEST_SWEEP = 4096
@@ -86,7 +86,7 @@ def _plan(config: Config, target: Target, terms: PricingTerms, options: argparse
     code, suggested = EXIT_DONE if shown.fits else EXIT_FAILED, changes if options.search else []
     if options.json:
         advice = None if found is None else changes
-        print(json.dumps({**shown.to_dict(), 'advice': advice, 'why_estimated': missing or None}, indent=1))
+        print(finite_json({**shown.to_dict(), 'advice': advice, 'why_estimated': missing or None}, indent=1))
         return code, suggested
     if missing:
         print(f'All figures are estimates: {missing}')
@@ -144,7 +144,7 @@ def _sweep(config: Config, target: Target, data: Data, terms: PricingTerms, opti
         _write(options.output, title, rows, sizes, plan, notes)
     if options.json:
         document = {'notes': notes, 'scaling': tables.as_json(rows), 'sizes': tables.as_json(sizes)}
-        print(json.dumps({**document, 'budget': plan and tables.as_json(plan)}, indent=1))
+        print(finite_json({**document, 'budget': plan and tables.as_json(plan)}, indent=1))
         return EXIT_DONE
     print('\n'.join(notes))
     print(f'\n{tables.scaling_table(rows)}\n\nmodel sizes on {target.spec}\n{tables.scaling_table(sizes)}')

@@ -9,7 +9,6 @@ failure (possibly warnings); 1 at least one failure; 2 bad input.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from maxlm.cli.hints import print_next
@@ -21,6 +20,7 @@ from maxlm.diagnostics.output import as_json, as_lines, print_results, progress,
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.diagnostics.runner import run_checks
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError
+from maxlm.storage.json_text import finite_json
 from maxlm.storage.paths import ANY, Kind, PathOption
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     with progress(is_shown=is_first and not options.json) as show:
         results = list(run_checks(chosen, case, on_begin=lambda check: show(f'{check.name}: {check.description}')))
     if options.json:
-        print(json.dumps(as_json(results), indent=1))
+        print(finite_json(as_json(results), indent=1))
     elif is_first:
         print_results(results)
         if worst_status(results) is not CheckStatus.FAILURE:
