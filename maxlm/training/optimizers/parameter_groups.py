@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.validation_optimizer import ADAM_KEYS, parse_groups
-from maxlm.errors import InputError, nearest
+from maxlm.errors import InputError
 from maxlm.model.parameters import kind_of_names
 from maxlm.training.optimizers.trainable import is_trained, matches
 
@@ -80,7 +81,7 @@ def check_groups(config: Config, names: Iterable[str]) -> None:
     for pattern, values in parse_groups(config.optimizer):
         where = f'optimizer.groups: {pattern!r}'
         if not any(matches(name, pattern) for name in names):
-            raise InputError(f'{where} matches no parameter; {nearest(pattern, _names_and_modules(names))}')
+            raise InputError(f'{where} matches no parameter; {_near(pattern, names)}')
         if not any(matches(name, pattern) for name in names if is_trained(config, name)):
             raise InputError(f'{where} matches only parameters that are not trained; remove the group')
         group = [name for name in free if matches(name, pattern)]
@@ -96,8 +97,13 @@ def check_groups(config: Config, names: Iterable[str]) -> None:
             raise InputError(f'{where} sets {of_adam[0]}, but muon trains these parameters; remove {of_adam[0]}')
 
 
-def _names_and_modules(names: Iterable[str]) -> list[str]:
-    """Returns the dotted names of all parameters and of the modules that contain them, without repetitions."""
-    parts = (name.split('.') for name in names)
-    prefixes = ('.'.join(part[:length]) for part in parts for length in range(1, len(part) + 1))
-    return list(dict.fromkeys(prefixes))
+def _near(pattern: str, names: list[str]) -> str:
+    """Returns the end of an error message: up to five names whose parts are close to those of a pattern, or all."""
+    import difflib  # only needed for errors
+
+    parts = {part for name in names for part in name.split('.')}
+    pieces = [piece for piece in re.split(r'[.*?]+', pattern) if piece]
+    close = {part for piece in pieces for part in difflib.get_close_matches(piece, parts, n=2, cutoff=0.6)}
+    scores = {name: len(close & {*name.split('.')}) for name in names}
+    near = sorted((name for name in names if scores[name]), key=lambda name: -scores[name])
+    return f'nearest: {", ".join(near[:5])}' if near else f'choose from: {", ".join(names)}'
