@@ -1,4 +1,4 @@
-"""The examples in docstrings of the training step, optimizers, losses and sampling run, and show what they print."""
+"""The examples in docstrings of config, training step, optimizers, losses and sampling run, and show what they print."""
 
 import doctest
 import importlib
@@ -6,11 +6,13 @@ import importlib
 import pytest
 
 MODULES = (
+    'maxlm.config.validation_optimizer',
     'maxlm.inference.sampling',
     'maxlm.training.losses.cross_entropy',
     'maxlm.training.losses.distillation',
     'maxlm.training.losses.grpo',
     'maxlm.training.optimizers.muon',
+    'maxlm.training.optimizers.orthogonalization',
     'maxlm.training.optimizers.schedule',
     'maxlm.training.step',
     'maxlm.training.update',

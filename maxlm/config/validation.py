@@ -10,8 +10,8 @@ from typing import Any
 from maxlm.config.keys import check_values, declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
-from maxlm.config.user_function import is_function_name
 from maxlm.config.validation_architecture import check_architecture, check_experts, check_mtp
+from maxlm.config.validation_optimizer import check_optimizer_keys
 from maxlm.config.validation_rl import check_adapters, check_distill, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -56,31 +56,7 @@ def validate(config: Config) -> None:
     model, data, train, optimizer = config.model, config.data, config.train, config.optimizer
     for group in EXCLUSIVE:
         _exactly_one(config, *group)
-    if optimizer.warmup_steps and optimizer.warmup_tokens:
-        raise InputError('optimizer.warmup_steps and optimizer.warmup_tokens are both set; set one of them')
-    if optimizer.min_learning_rate > optimizer.learning_rate:
-        raise InputError(
-            f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
-            f'optimizer.learning_rate={optimizer.learning_rate}; lower it'
-        )
-    if is_function_name(optimizer.name):
-        for key, default in (('moment_dtype', 'float32'), ('embedding_learning_rate', 0.0)):
-            if getattr(optimizer, key) != default:
-                raise InputError(
-                    f'optimizer.{key}={getattr(optimizer, key)} has no effect with optimizer.name={optimizer.name}; '
-                    f'set it to {default}, and let the function do it'
-                )
-    for key in ('adam_learning_rate', 'muon_momentum_warmup_steps'):
-        if optimizer.name != 'muon' and getattr(optimizer, key):
-            raise InputError(
-                f'optimizer.{key}={getattr(optimizer, key)} has no effect with optimizer.name={optimizer.name}; set it '
-                'to 0, or set optimizer.name=muon'
-            )
-    if optimizer.muon_momentum_warmup_steps and optimizer.muon_momentum < 0.85:
-        raise InputError(
-            f'optimizer.muon_momentum={optimizer.muon_momentum} is below 0.85, where its warmup starts; set it to 0.85 '
-            'or more, or set optimizer.muon_momentum_warmup_steps=0'
-        )
+    check_optimizer_keys(optimizer)
     if not model.scan_layers and model.num_layers > MAX_UNROLLED_LAYERS:
         raise InputError(
             f'model.num_layers={model.num_layers} with model.scan_layers=False: compiling more than '

@@ -169,7 +169,7 @@ def _trace(model: ModelConfig) -> tuple[Weight, ...]:
         *modules, _ = names = tuple(map(str, path))
         module = functools.reduce(getattr, modules, decoder)
         num_in = getattr(module, 'num_in', 1)
-        return Weight('.'.join(names), tuple(variable.shape), tuple(variable.axes), _kind(names), num_in)
+        return Weight('.'.join(names), tuple(variable.shape), tuple(variable.axes), kind_of_names(names), num_in)
 
     return tuple(weight(path, variable) for path, variable in nnx.to_flat_state(nnx.state(decoder, nnx.Param)))
 
@@ -183,10 +183,11 @@ def kind_of(path: tuple[Any, ...]) -> str:
     Raises:
         InputError: the parameter has an unknown name.
     """
-    return _kind(names(path))
+    return kind_of_names(names(path))
 
 
-def _kind(path: tuple[str, ...]) -> str:
+def kind_of_names(path: tuple[str, ...]) -> str:
+    """Returns the kind of a parameter from its path as names; see `kind_of`."""
     *modules, name = path
     if name in ('embedding', 'position_embedding'):
         return 'table'

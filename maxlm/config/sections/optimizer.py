@@ -31,6 +31,8 @@ class OptimizerConfig:
     # Length of the warm-up, in steps or in tokens.
     warmup_steps: Steps = 0
     warmup_tokens: Annotated[int, Range(0, 10**18)] = 0
+    # Update n = 0, 1, … of the warm-up has n / warmup_steps of the peak rate; false: (n + 1) / warmup_steps.
+    warmup_from_zero: bool = True
     # Final learning rate of cosine, linear and wsd for the peak learning_rate; it scales with the other peaks.
     min_learning_rate: LearningRate = 0.0
     beta1: FractionBelow1 = 0.9
@@ -42,11 +44,34 @@ class OptimizerConfig:
     # muon: Nesterov momentum, and the number of steps over which it rises from 0.85 to that value.
     muon_momentum: Annotated[FractionBelow1, Renamed('momentum')] = 0.95
     muon_momentum_warmup_steps: Annotated[Steps, Renamed('momentum_warmup_steps')] = 0
+    # muon: momentum at the end of the run, which it approaches linearly while the schedule decays; 0 = muon_momentum.
+    # The warm-up of the momentum comes first.
+    muon_final_momentum: FractionBelow1 = 0.0
+    # muon: coefficients of the five iterations that orthogonalize. newton_schulz: Jordan et al. 2024, "Muon";
+    # polar_express: Amsel et al. 2025, "The Polar Express".
+    muon_coefficients: Literal['newton_schulz', 'polar_express'] = 'newton_schulz'
+    # muon: scale the rows of each matrix, which are its outputs, to the same norm before the iterations (MuonEq).
+    muon_row_equilibration: bool = False
+    # muon: scale each result to the Frobenius norm of an orthogonal matrix, √min(inputs, outputs) (Muon+).
+    muon_renormalize: bool = False
+    # muon: decay of the mean square of each row of the result, or of each column if there are more columns, by whose
+    # root it is divided (Li et al. 2025, "NorMuon"); 0 = off.
+    muon_beta2: FractionBelow1 = 0.0
+    # muon: multiply the weight decay of a matrix by √max(1, outputs / inputs), as its update.
+    muon_scaled_decay: bool = False
     # Decoupled weight decay.
     weight_decay: Annotated[float, Range(0, 10)] = 0.1
     # Parameters with weight decay. matrices: with embeddings; projections: matrices without embeddings and head; all:
     # with scales and biases.
     weight_decay_mask: Literal['matrices', 'projections', 'all'] = 'matrices'
+    # Decay only the elements that the update moves toward 0 (Chen et al. 2025, "Cautious Weight Decay").
+    cautious_decay: bool = False
+    # Factor of the weight decay. cosine: half a cosine from 1 at the first step to 0 at the end of the run.
+    weight_decay_schedule: Literal['constant', 'cosine'] = 'constant'
+    # Settings of some parameters: (('embedding', 'learning_rate=0.3', 'beta2=0.995'), ('*.bias', 'weight_decay=0')).
+    # A pattern of dotted names, then learning_rate (the peak) or learning_rate_ratio, beta1, beta2, eps, weight_decay
+    # (despite the mask), cautious_decay and weight_decay_schedule. The first pattern that matches a parameter applies.
+    groups: tuple = ()
     # Parameters that are not trained, as patterns of dotted names: ('embedding', 'blocks.attention.*').
     frozen_params: Annotated[tuple, Renamed('frozen')] = ()
     # Parameters trained despite frozen_params or despite adapters: ('embedding', 'head.*').

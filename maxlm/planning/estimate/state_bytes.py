@@ -26,6 +26,7 @@ from maxlm.model.layers.weight_only_quantization import (
 from maxlm.model.parameters import Weight, weights
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import SAVING, TABLE, splitting_axes
+from maxlm.training.optimizers.muon import second_moment_shape
 from maxlm.training.optimizers.quantized_moments import MIN_SIZE, num_blocks
 from maxlm.training.optimizers.state_placement import state_axes, user_state_arrays
 from maxlm.training.optimizers.trainable import is_trained
@@ -176,7 +177,21 @@ def moment_bytes(config: Config, weight: Weight) -> int:
         each = one + _scale_bytes(config, weight)
     else:
         each = one * (4 if stored == 'float32' else 2)
-    return each if by_muon else 2 * each
+    if not by_muon:
+        return 2 * each
+    return each + (_second_moment_bytes(config, weight) if optimizer.muon_beta2 else 0)
+
+
+def _second_moment_bytes(config: Config, weight: Weight) -> int:
+    """Returns the bytes of Muon's second moments of a stack of matrices on one device."""
+    param = Parameter(weight.name, weight.shape, np.dtype(np.float32), weight.axes, weight.kind)
+    return 4 * _array_size(config, second_moment_shape(weight.shape, weight.axes), param)
+
+
+def _array_size(config: Config, shape: tuple[int, ...], param: Parameter | None) -> int:
+    """Returns the elements on one device of an array that has not the shape of its parameter."""
+    axes = state_axes(shape, param, lambda axis: _num_shards(config, axis, 3))
+    return math.prod(shape) // math.prod(_num_shards(config, axis, 3) for axis in axes)
 
 
 def _user_bytes(config: Config, weight: Weight | None) -> int:
@@ -189,9 +204,7 @@ def _user_bytes(config: Config, weight: Weight | None) -> int:
         if weight and array.shape == weight.shape:
             size = shard_size(config, weight, zero=3)
         else:
-            param = params[trained.index(weight)] if weight else None
-            axes = state_axes(array.shape, param, lambda axis: _num_shards(config, axis, 3))
-            size = math.prod(array.shape) // math.prod(_num_shards(config, axis, 3) for axis in axes)
+            size = _array_size(config, array.shape, params[trained.index(weight)] if weight else None)
         total += size * array.dtype.itemsize
     return total
 

@@ -38,7 +38,7 @@ from maxlm.training.flops import (
     attention_products,
     needs_mask,
 )
-from maxlm.training.optimizers.muon import ITERATIONS
+from maxlm.training.optimizers.orthogonalization import ITERATIONS
 
 # Stored bytes of one moment per parameter.
 MOMENT_BYTES = {'float32': 4.0, 'bfloat16': 2.0, 'int8': 1.0}

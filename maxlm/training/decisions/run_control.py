@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import GuardConfig
+from maxlm.config.validation_optimizer import scale_group_rates
 
 # Share of a budget from which an alert is sent.
 ALERT_FRACTION = 0.8
@@ -178,6 +179,7 @@ def with_rates(config: Config, decisions: RunControl) -> Config:
             adam_learning_rate=decisions.rate_factor * optimizer.adam_learning_rate,
             embedding_learning_rate=decisions.rate_factor * optimizer.embedding_learning_rate,
             min_learning_rate=decisions.rate_factor * optimizer.min_learning_rate,
+            groups=scale_group_rates(optimizer.groups, decisions.rate_factor),
         )
     return dataclasses.replace(config, optimizer=optimizer)
 

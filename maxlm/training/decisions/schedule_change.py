@@ -17,7 +17,7 @@ from maxlm.training.optimizers.schedule import Progress, make_schedule
 SCHEDULE_KEYS = (
     *(f'train.{key}' for key in ('num_steps', 'hours', 'dollars')),
     *(f'optimizer.{key}' for key in ('schedule', 'learning_rate', 'adam_learning_rate', 'embedding_learning_rate')),
-    *(f'optimizer.{key}' for key in ('min_learning_rate', 'warmup_steps', 'wsd_decay_fraction')),
+    *(f'optimizer.{key}' for key in ('min_learning_rate', 'warmup_steps', 'warmup_from_zero', 'wsd_decay_fraction')),
 )
 
 

@@ -5,7 +5,7 @@ Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 `optax.contrib.muon` is not used. Its bias correction changes the Nesterov mix of the first steps, and it has no
 momentum warm-up. It also has no sharding constraints, without which XLA gathers all layers on every device.
 
-Shapes: I inputs and O outputs of a matrix, M = min(I, O), W = max(I, O). Leading axes number layers and experts.
+Shapes: I inputs and O outputs of a matrix, W = max(I, O). Leading axes number layers and experts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from maxlm.model.parameters import names
 from maxlm.parallel.layout import Layout
+from maxlm.training.optimizers.orthogonalization import (
+    divide_by_second_moment,
+    equilibrate_rows,
+    orthogonalize,
+    renormalize,
+)
 from maxlm.training.optimizers.quantized_moments import init_moment, rounding_seed, update_moments
 
-# Coefficients of the odd polynomial of degree 5 that is applied five times. Its slope at 0 is as large as possible, so
-# small singular values grow fast. They end between about 0.7 and 1.2, which is accurate enough.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
 # Axes of a stack of kernels that number layers and experts.
 STACK_AXES = ('layers', 'dense_layers', 'experts')
 # Momentum at the start of its warm-up.
@@ -37,47 +41,105 @@ class MuonState(NamedTuple):
     Attributes:
         num_updates: number of updates so far.
         momentum: momentum of each matrix, stored as `optimizer.moment_dtype`.
+        second_moment: second moments of each stack of matrices, [..., W] in float32; None without `beta2`.
     """
 
     num_updates: jax.Array
     momentum: optax.Updates
+    second_moment: optax.Updates | None = None
+
+
+class Rescaling(NamedTuple):
+    """Method of orthogonalization, and changes of scale before and after it.
+
+    Attributes:
+        coefficients: `optimizer.muon_coefficients`.
+        row_equilibration: `optimizer.muon_row_equilibration`.
+        renormalize: `optimizer.muon_renormalize`.
+        beta2: `optimizer.muon_beta2`.
+    """
+
+    coefficients: str = 'newton_schulz'
+    row_equilibration: bool = False
+    renormalize: bool = False
+    beta2: float = 0.0
+
+
+# Muon of Jordan et al. 2024.
+PLAIN = Rescaling()
+
+
+def momentum_schedule(
+    momentum: float, *, warmup_steps: int, final: float = 0.0, decayed: optax.Schedule | None = None
+) -> optax.Schedule:
+    """Returns Muon's momentum by number of updates.
+
+    It rises linearly from 0.85 to `momentum` over `warmup_steps` updates. Afterwards it approaches `final` linearly
+    while the learning rate decays. A warm-up that reaches into the decay continues to its end.
+
+    Args:
+        momentum: momentum after the warm-up.
+        warmup_steps: number of updates of the warm-up; 0 disables it.
+        final: momentum at the end of the decay; 0 means `momentum`.
+        decayed: completed fraction of the decay by number of updates; needed with `final`.
+
+    Examples:
+        >>> decayed = optax.linear_schedule(0.0, 1.0, 10, transition_begin=10)
+        >>> schedule = momentum_schedule(0.97, warmup_steps=4, final=0.9, decayed=decayed)
+        >>> [round(float(schedule(n)), 3) for n in (0, 2, 4, 10, 15, 20)]
+        [0.85, 0.91, 0.97, 0.97, 0.935, 0.9]
+    """
+    rising = optax.linear_schedule(FIRST_MOMENTUM, momentum, warmup_steps)
+    first = rising if warmup_steps else optax.constant_schedule(momentum)
+    if not final:
+        return first
+    assert decayed is not None
+    completed = decayed
+
+    def schedule(count: Any) -> Any:
+        return jnp.where(count < warmup_steps, first(count), momentum + (final - momentum) * completed(count))
+
+    return schedule
 
 
 def scale_by_muon(
     axes: Mapping[tuple[str, ...], tuple[str, ...]],
     *,
-    momentum: float,
-    warmup_steps: int,
+    momentum: optax.Schedule,
     dtype: jnp.dtype,
     layout: Layout,
     moments: str,
+    rescaling: Rescaling = PLAIN,
 ) -> optax.GradientTransformation:
     """Returns the transformation of gradients into Muon's direction, before weight decay and learning rate.
 
     With gradient g and momentum m, an update computes m ← μ m + (1 - μ) g. The direction is
-    √max(1, O/I) · orthogonal((1 - μ) g + μ m). μ rises linearly from 0.85 to `momentum` over `warmup_steps` updates.
+    √max(1, O/I) · orthogonal((1 - μ) g + μ m), where `rescaling` modifies the orthogonalization.
 
     Args:
         axes: logical axes by path, at least of the parameters to which this is applied, which are stacks of kernels.
-        momentum: μ after its warm-up.
-        warmup_steps: number of updates of the momentum warm-up; 0 disables it.
+        momentum: μ by number of updates, see `momentum_schedule`.
         dtype: dtype of the matrix products.
         layout: layout of the parameters.
         moments: storage format of the momentum, as `optimizer.moment_dtype`.
+        rescaling: method of orthogonalization, and changes of scale.
     """
-    rising = optax.linear_schedule(FIRST_MOMENTUM, momentum, warmup_steps)
-    schedule = rising if warmup_steps else optax.constant_schedule(momentum)
 
     def init(params: optax.Params) -> MuonState:
         zeros = jax.tree.map(lambda param: init_moment(param, moments, signed=True), params)
-        return MuonState(jnp.zeros((), jnp.int32), zeros)
+
+        def zero_moment(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+            return jnp.zeros(second_moment_shape(param.shape, axes[names(path)]), jnp.float32)
+
+        second = jax.tree_util.tree_map_with_path(zero_moment, params) if rescaling.beta2 else None
+        return MuonState(jnp.zeros((), jnp.int32), zeros, second)
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
         assert isinstance(state, MuonState)
         del params
-        decay = cast(jax.Array, schedule(state.num_updates))
+        decay = cast(jax.Array, momentum(state.num_updates))
 
         def step(grad: jax.Array, moment: jax.Array) -> tuple[jax.Array, ...]:
             moment = decay * moment + (1 - decay) * grad
@@ -85,67 +147,96 @@ def scale_by_muon(
 
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        directions, stored = [], []
-        for index, ((path, grad), before) in enumerate(zip(leaves, tree.flatten_up_to(state.momentum), strict=True)):
-            kernel_axes = axes[tuple(key.key for key in path)]
+        second = tree.flatten_up_to(state.second_moment) if rescaling.beta2 else [None] * len(leaves)
+        before = zip(leaves, tree.flatten_up_to(state.momentum), second, strict=True)
+        after = []
+        for index, ((path, grad), moment, squares) in enumerate(before):
+            kernel_axes = axes[names(path)]
             seed = rounding_seed(state.num_updates, index)
-            nesterov, moment = update_moments(step, grad, [before], seed=seed, axes=kernel_axes, layout=layout)
-            directions.append(orthogonalize_kernels(nesterov, kernel_axes, dtype=dtype, layout=layout))
-            stored.append(moment)
-        return tree.unflatten(directions), MuonState(state.num_updates + 1, tree.unflatten(stored))
+            nesterov, moment = update_moments(step, grad, [moment], seed=seed, axes=kernel_axes, layout=layout)
+            direction, squares = orthogonalize_kernels(
+                nesterov, squares, kernel_axes, rescaling=rescaling, dtype=dtype, layout=layout
+            )
+            after.append((direction, moment, squares))
+        directions, stored, second = zip(*after, strict=True)
+        second_moment = tree.unflatten(second) if rescaling.beta2 else None
+        return tree.unflatten(directions), MuonState(state.num_updates + 1, tree.unflatten(stored), second_moment)
 
     return optax.GradientTransformation(init, update)
 
 
-def orthogonalize_kernels(stack: jax.Array, axes: tuple[str, ...], *, dtype: jnp.dtype, layout: Layout) -> jax.Array:
-    """Orthogonalizes the kernel of each layer, or of each expert of each layer, and scales it by √max(1, O/I).
+def orthogonalize_kernels(
+    stack: jax.Array,
+    second_moment: jax.Array | None,
+    axes: tuple[str, ...],
+    *,
+    rescaling: Rescaling,
+    dtype: jnp.dtype,
+    layout: Layout,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Orthogonalizes the kernel of each layer, or of each expert of each layer, and scales it by `update_scale`.
 
     Each kernel is one matrix [I, O] and is processed by one device. The matrices are distributed over the devices that
     hold shards or copies of them, and padded with zero matrices if their number does not divide.
 
+    Args:
+        stack: the kernels.
+        second_moment: their second moments, of shape `second_moment_shape`; None without `rescaling.beta2`.
+        axes: logical axes of the kernels.
+        rescaling: method of orthogonalization, and changes of scale.
+        dtype: dtype of the matrix products.
+        layout: layout of the kernels.
+
     Returns:
-        A float32 array of the stack's shape.
+        A float32 array of the stack's shape, and the new second moments.
     """
     num = num_stack_axes(axes)
     placements, parts = layout.spread_matrices(axes, num)
-    shape, size = stack.shape[num:], stack.shape[num - 1]
-    fan_in = math.prod(shape[: num_inputs(axes[num:])])
-    fan_out = math.prod(shape) // fan_in
+    size = stack.shape[num - 1]
+    fan_in, fan_out = matrix_shape(stack.shape, axes)
+
+    def pad(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, -size % parts if axis == num - 1 else 0) for axis in range(x.ndim)])
 
     # The dtype of the products halves the communication, and is accurate enough for Newton–Schulz.
-    x = jnp.pad(stack.astype(dtype), [(0, -size % parts if axis == num - 1 else 0) for axis in range(stack.ndim)])
+    x = pad(stack.astype(dtype))
     for placement in placements:
         x = jax.lax.with_sharding_constraint(x, placement)
-    x = newton_schulz(x.reshape(*x.shape[:num], fan_in, fan_out)).reshape(x.shape)
+    x_IO = x.reshape(*x.shape[:num], fan_in, fan_out)
+    if rescaling.row_equilibration:
+        x_IO = equilibrate_rows(x_IO)
+    x_IO = orthogonalize(x_IO, rescaling.coefficients)
+    if rescaling.renormalize:
+        x_IO = renormalize(x_IO)
+    if second_moment is not None:
+        # The second moments of a matrix go to the device that processes it.
+        spread = NamedSharding(layout.mesh, PartitionSpec(*placements[-1].spec[:num]))
+        moment_W = jax.lax.with_sharding_constraint(pad(second_moment), spread)
+        x_IO, moment_W = divide_by_second_moment(x_IO, moment_W, beta2=rescaling.beta2)
+        second_moment = jax.lax.slice_in_dim(moment_W, 0, size, axis=num - 1)
+    x = x_IO.reshape(x.shape)
     for placement in reversed(placements):
         x = jax.lax.with_sharding_constraint(x, placement)
     x = jax.lax.slice_in_dim(x, 0, size, axis=num - 1)
-    return x.astype(jnp.float32) * math.sqrt(max(1, fan_out / fan_in))
+    return x.astype(jnp.float32) * update_scale(stack.shape, axes), second_moment
 
 
-def newton_schulz(x_IO: jax.Array) -> jax.Array:
-    """Maps matrices [..., I, O] of the form U S V to approximately U V in the dtype of x, as Jordan et al. do.
+def update_scale(shape: tuple[int, ...], axes: tuple[str, ...]) -> float:
+    """Returns √max(1, O/I), the factor of the updates of a stack of kernels."""
+    fan_in, fan_out = matrix_shape(shape, axes)
+    return math.sqrt(max(1, fan_out / fan_in))
 
-    Zero matrices remain zero.
 
-    Examples:
-        All singular values of the result are close to 1:
+def matrix_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int]:
+    """Returns I and O of the kernels of a stack."""
+    num = num_stack_axes(axes)
+    fan_in = math.prod(shape[num : num + num_inputs(axes[num:])])
+    return fan_in, math.prod(shape[num:]) // fan_in
 
-        >>> x_IO = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]])
-        >>> newton_schulz(x_IO).round(2)
-        Array([[0.71, 0.  , 0.  ],
-               [0.  , 1.04, 0.  ]], dtype=float32)
-    """
-    tall = x_IO.shape[-2] > x_IO.shape[-1]
-    x_MW: jax.Array = x_IO.mT if tall else x_IO
-    # The Frobenius norm bounds the largest singular value. It is computed in float32 because it sums many squares.
-    norm_11 = jnp.linalg.norm(x_MW.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x_MW = (x_MW / (norm_11 + 1e-7)).astype(x_IO.dtype)
-    a, b, c = COEFFICIENTS
-    for _ in range(ITERATIONS):
-        gram_MM = x_MW @ x_MW.mT
-        x_MW = a * x_MW + (b * gram_MM + c * gram_MM @ gram_MM) @ x_MW
-    return x_MW.mT if tall else x_MW
+
+def second_moment_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the shape [..., W] of the second moments of a stack of kernels."""
+    return *shape[: num_stack_axes(axes)], max(matrix_shape(shape, axes))
 
 
 def num_stack_axes(axes: tuple[str, ...]) -> int:

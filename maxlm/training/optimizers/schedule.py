@@ -48,12 +48,45 @@ class Progress(NamedTuple):
         return jnp.where(step < warmup_steps, step, stretched)
 
 
-def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> optax.Schedule:
-    """Returns the learning rate of update n = 0, 1, …: linear warm-up from 0, then `config.schedule` until `num_steps`.
+class Completion(NamedTuple):
+    """Completed fractions by number of updates, each a schedule with values from 0 to 1.
 
-    Update `warmup_steps` has the peak rate, and update `num_steps` would have the minimum rate. In between, the rate
-    follows a cosine (Loshchilov & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024,
-    "MiniCPM"; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
+    Attributes:
+        run: completed fraction of the run.
+        decay: completed fraction of the decay of the learning rate, which ends with the run. It is meaningless for
+            schedules without a decay and for those of the user.
+    """
+
+    run: optax.Schedule
+    decay: optax.Schedule
+
+
+def make_completion(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> Completion:
+    """Returns the completed fractions of a run, with the arguments of `make_schedule`.
+
+    Examples:
+        >>> config = OptimizerConfig(schedule='wsd', wsd_decay_fraction=0.5)
+        >>> completion = make_completion(config, num_steps=8)
+        >>> [(float(completion.run(update)), float(completion.decay(update))) for update in (0, 4, 6, 8)]
+        [(0.0, 0.0), (0.5, 0.0), (0.75, 0.5), (1.0, 1.0)]
+    """
+    if progress is not None:
+        return Completion(lambda step: jnp.clip(progress.at(step), 0, 1), partial(_decayed, config, progress))
+    start = min(config.warmup_steps, num_steps)
+    if config.schedule == 'wsd':
+        start = num_steps - _decay_steps(config, num_steps)
+    return Completion(
+        optax.linear_schedule(0.0, 1.0, num_steps), optax.linear_schedule(0.0, 1.0, num_steps - start, start)
+    )
+
+
+def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> optax.Schedule:
+    """Returns the learning rate of update n = 0, 1, …: linear warm-up, then `config.schedule` until `num_steps`.
+
+    The warm-up begins at 0, or without `warmup_from_zero` at 1 / `warmup_steps` of the peak. Update `warmup_steps` has
+    the peak rate, and update `num_steps` would have the minimum rate. In between, the rate follows a cosine (Loshchilov
+    & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024, "MiniCPM"; Hägele et al. 2024,
+    "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
 
     A decay that would begin during the warm-up begins at its end and is steeper. A run shorter than its warm-up has no
     decay.
@@ -88,10 +121,19 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
     elif config.schedule == 'cosine':
         after = optax.cosine_decay_schedule(peak, length, alpha=minimum / peak)
     else:
-        fraction = {'linear': 1.0, 'wsd': config.wsd_decay_fraction}[config.schedule]
-        decay = min(max(1, round(fraction * num_steps)), length)
+        decay = length if config.schedule == 'linear' else _decay_steps(config, num_steps)
         after = optax.linear_schedule(peak, minimum, decay, transition_begin=length - decay)
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+    if not warmup:
+        return after
+    rising = optax.linear_schedule(0.0, peak, warmup)
+    first = rising if config.warmup_from_zero else lambda update: rising(update + 1)
+    return optax.join_schedules([first, after], [warmup])
+
+
+def _decay_steps(config: OptimizerConfig, num_steps: int) -> int:
+    """Returns the number of steps of the decay of wsd, which begins after the warm-up."""
+    length = max(0, num_steps - config.warmup_steps)
+    return min(max(1, round(config.wsd_decay_fraction * num_steps)), length)
 
 
 def _rate_at(config: OptimizerConfig, progress: Progress, step: Any) -> jax.Array:
@@ -102,14 +144,20 @@ def _rate_at(config: OptimizerConfig, progress: Progress, step: Any) -> jax.Arra
     """
     step = jnp.asarray(step, jnp.float32)
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    start = jnp.float32(1.0) if config.schedule == 'constant' else progress.warmup
-    if config.schedule == 'wsd':
-        start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
-    fallen = jnp.clip((progress.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
+    fallen = _decayed(config, progress, step)
     if config.schedule == 'cosine':
         fallen = (1 - jnp.cos(jnp.pi * fallen)) / 2
     rate = peak + (minimum - peak) * fallen
-    return jnp.where(step < warmup, peak * step / max(warmup, 1), rate)
+    risen = step if config.warmup_from_zero else step + 1
+    return jnp.where(step < warmup, peak * risen / max(warmup, 1), rate)
+
+
+def _decayed(config: OptimizerConfig, progress: Progress, step: Any) -> jax.Array:
+    """Returns the completed fraction of the decay after `step` steps of a run whose length changes."""
+    start = jnp.float32(1.0) if config.schedule == 'constant' else progress.warmup
+    if config.schedule == 'wsd':
+        start = jnp.maximum(start, 1 - config.wsd_decay_fraction)
+    return jnp.clip((progress.at(step) - start) / jnp.maximum(1 - start, 1e-7), 0, 1)
 
 
 def _user_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

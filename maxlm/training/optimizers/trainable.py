@@ -20,9 +20,9 @@ def is_trained(config: Config, name: str) -> bool:
     """Returns True if the optimizer trains the parameter with this dotted name. Quantized kernels are never trained."""
     if name.endswith((BALANCE_BIAS, CODES, SCALES)):
         return False
-    if name.endswith(ADAPTERS) or any(_matches(name, pattern) for pattern in config.optimizer.trainable_params):
+    if name.endswith(ADAPTERS) or any(matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
-    return not config.model.lora_rank and not any(_matches(name, pattern) for pattern in config.optimizer.frozen_params)
+    return not config.model.lora_rank and not any(matches(name, pattern) for pattern in config.optimizer.frozen_params)
 
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:
@@ -34,7 +34,7 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     names = list(names)
     for key in ('frozen_params', 'trainable_params'):
         for pattern in getattr(config.optimizer, key):
-            matches = [name for name in names if _matches(name, pattern)]
+            matches = [name for name in names if matches(name, pattern)]
             if not matches:
                 raise InputError(f'optimizer.{key}: {pattern!r} matches no parameter; choose from: {", ".join(names)}')
             if key == 'trainable_params' and all(name.endswith((CODES, SCALES)) for name in matches):
@@ -98,7 +98,7 @@ def _trains_all(config: Config) -> bool:
     return not (model.lora_rank or model.router_balance_bias or config.optimizer.frozen_params)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
     """Returns True if a pattern matches a parameter or a module that contains it.
 
     Examples of patterns are `embedding`, `blocks.attention` and `*.bias`.

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.model.parameters import names
+from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.optimizers.quantized_moments import Blocks, load_moment
 
 # Names of the metrics.
@@ -38,13 +40,15 @@ def update_metrics(
     (adam,) = (node for node in states if isinstance(node, optax.ScaleByAdamState))
     moments = jax.tree.leaves(adam.nu, is_leaf=lambda node: isinstance(node, (optax.MaskedNode, Blocks)))
     square, ratios = jnp.zeros(()), []
-    for grad, update, moment in zip(jax.tree.leaves(grads), jax.tree.leaves(updates), moments, strict=True):
+    leaves = jax.tree.leaves_with_path(grads)
+    for (path, grad), update, moment in zip(leaves, jax.tree.leaves(updates), moments, strict=True):
         if isinstance(moment, optax.MaskedNode):
             # Muon trains this array.
             square += jnp.sum(jnp.square(update))
             continue
-        second = load_moment(moment) / (1 - config.beta2**adam.count)
-        ratio = jnp.square(grad) / jnp.maximum(second, config.eps**2)
+        own = settings_of(config, names(path))
+        second = load_moment(moment) / (1 - own.beta2**adam.count)
+        ratio = jnp.square(grad) / jnp.maximum(second, own.eps**2)
         # One complex sum instead of two real ones: XLA for GPUs fuses one reduction with an update in place. For more,
         # it copies the moments or writes the update.
         sums = jnp.sum(jax.lax.complex(jnp.square(update), ratio))

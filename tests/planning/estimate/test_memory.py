@@ -48,6 +48,7 @@ STATES = {
         'optimizer__name': 'muon',
         'mesh__tensor': 2,
     },
+    'second moments of muon': {'optimizer__name': 'muon', 'optimizer__muon_beta2': 0.9, 'mesh__tensor': 2},
 }
 STATES |= {
     'a vocabulary that does not divide': {
@@ -108,6 +109,7 @@ STATES |= {
         'mesh__stage': 2,
         'train__per_device_batch_size': 1,
         'optimizer__name': 'muon',
+        'optimizer__muon_beta2': 0.9,
     },
     'multi-token prediction': {'model__mtp_depth': 2, 'mesh__tensor': 2, 'optimizer__ema_decay': 0.9},
     'a teacher': {'teacher': small_config(model__family='llama', model__vocab_size=64, model__dim=64).model},

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 
 from maxlm.config.schema import MeshConfig
 from maxlm.parallel.layout import Layout, make_layout
-from maxlm.training.optimizers.muon import newton_schulz, num_inputs, scale_by_muon
+from maxlm.training.optimizers.muon import PLAIN, Rescaling, momentum_schedule, num_inputs, scale_by_muon
+from maxlm.training.optimizers.orthogonalization import orthogonalize
 
 L, D, N, H, F = 3, 8, 2, 3, 20
 # name → (shape of a layer's kernel, axes, inputs and outputs). Kernels are wide, tall, or have two axes on either side.
@@ -35,9 +36,10 @@ def layout_of(**sizes):
     return make_layout(config, jax.devices()[: math.prod(config.sizes.values())])
 
 
-def make_muon(layout, momentum=0.95, warmup_steps=0, dtype='float32', moments='float32'):
+def make_muon(layout, warmup_steps=0, moments='float32', axes=AXES, rescaling=PLAIN):
+    momentum = momentum_schedule(0.95, warmup_steps=warmup_steps)
     return scale_by_muon(
-        AXES, momentum=momentum, warmup_steps=warmup_steps, dtype=jnp.dtype(dtype), layout=layout, moments=moments
+        axes, momentum=momentum, dtype=jnp.dtype('float32'), layout=layout, moments=moments, rescaling=rescaling
     )
 
 
@@ -105,9 +107,7 @@ def directions_of(moments, order):
     rng = np.random.default_rng(0)
     grads = [{'up': {'kernel': rng.normal(size=(2, 32, 128)).astype('f')}} for _ in range(12)]
     axes = {('up', 'kernel'): ('layers', 'embed', 'ffn')}
-    muon = scale_by_muon(
-        axes, momentum=0.95, warmup_steps=0, dtype=jnp.dtype('float32'), layout=layout_of(), moments=moments
-    )
+    muon = make_muon(layout_of(), moments=moments, axes=axes)
     state, update = jax.jit(muon.init)(grads[0]), jax.jit(muon.update)
     for grad in grads[::order]:
         directions, state = update(grad, state)
@@ -126,13 +126,14 @@ def test_a_momentum_in_fewer_bits_gives_nearly_the_same_directions(moments, erro
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', [(4, 24, 96), (4, 96, 24)])
-def test_rows_or_columns_become_nearly_orthonormal(shape, dtype):
+@pytest.mark.parametrize(('method', 'low', 'high'), [('newton_schulz', 0.65, 1.25), ('polar_express', 0.85, 1.05)])
+def test_rows_or_columns_become_nearly_orthonormal(method, low, high, shape, dtype):
     matrices = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    x = jax.jit(newton_schulz)(matrices.astype(dtype))
+    x = jax.jit(orthogonalize, static_argnums=1)(matrices.astype(dtype), method)
     assert x.dtype == dtype
     x = np.array(x, np.float32)
     values = np.linalg.svd(x, compute_uv=False)
-    assert 0.65 < values.min() < values.max() < 1.25
+    assert low < values.min() < values.max() < high
     # Negative controls: the matrices are not orthogonal before, or after division by their norm.
     before = np.linalg.svd(matrices, compute_uv=False)
     assert before.min() > 4
@@ -144,17 +145,22 @@ def test_rows_or_columns_become_nearly_orthonormal(shape, dtype):
     assert ((u @ v)[::-1] * x).sum((1, 2)).max() < 5
 
 
-@jax.jit
-def updated_on_one_device(grads):
+@functools.partial(jax.jit, static_argnames='rescaling')
+def updated_on_one_device(grads, rescaling=PLAIN):
     """Returns the directions of the first update."""
-    muon = make_muon(layout_of())
+    muon = make_muon(layout_of(), rescaling=rescaling)
     return muon.update(grads, muon.init(grads))[0]
 
 
-def test_a_layer_without_gradient_is_unchanged():
+FULL = Rescaling('polar_express', row_equilibration=True, renormalize=True, beta2=0.9)
+
+
+@pytest.mark.parametrize('rescaling', [PLAIN, FULL])
+def test_a_layer_without_gradient_is_unchanged(rescaling):
     grads = random_kernels(0)
     grads['blocks']['up'][1] = 0
-    up = np.asarray(updated_on_one_device(grads)['blocks']['up'])
+    up = np.asarray(updated_on_one_device(grads, rescaling=rescaling)['blocks']['up'])
+    assert np.isfinite(up).all()
     assert not up[1].any()
     assert up[0].all()
 
@@ -183,30 +189,34 @@ def sharded(layout, tree):
     return {'blocks': placed}
 
 
+@pytest.mark.parametrize('rescaling', [PLAIN, FULL], ids=['plain', 'full'])
 @pytest.mark.parametrize(
     'sizes', [*MESHES, *(pytest.param(sizes, marks=pytest.mark.nightly) for sizes in NIGHTLY_MESHES)], ids=str
 )
-def test_every_mesh_equals_one_device(sizes):
+def test_every_mesh_equals_one_device(sizes, rescaling):
     # Three layers do not divide over any mesh, eight divide over all.
     for layers in (3, 8):
         grads, others = random_kernels(0, layers), random_kernels(1, layers)
-        expected = updated_on_one_device(grads)
+        expected = updated_on_one_device(grads, rescaling=rescaling)
         layout = layout_of(**sizes)
-        muon = make_muon(layout)
+        muon = make_muon(layout, rescaling=rescaling)
         grads = sharded(layout, grads)
         state = muon.init(jax.tree.map(np.asarray, grads))
         momentum = jax.tree.map(lambda zeros, grad: jax.device_put(zeros, grad.sharding), state.momentum, grads)
         directions, state = jax.jit(muon.update)(grads, state._replace(momentum=momentum))
         assert distance(directions, expected) < ROUNDING
-        assert distance(updated_on_one_device(others), expected) > 0.1
+        assert distance(updated_on_one_device(others, rescaling=rescaling), expected) > 0.1
         for tree in (directions, state.momentum):
             assert jax.tree.all(jax.tree.map(lambda x, g: x.sharding.is_equivalent_to(g.sharding, x.ndim), tree, grads))
+        if rescaling.beta2:
+            shapes = {name: x.shape for name, x in state.second_moment['blocks'].items()}
+            assert shapes == {'query': (layers, D), 'out': (layers, D), 'up': (layers, F), 'down': (layers, F)}
 
 
-def collectives(layout):
+def collectives(layout, rescaling=PLAIN):
     grads = sharded(layout, random_kernels(0, 8))
     shardings = jax.tree.map(lambda x: x.sharding, grads)
-    muon = make_muon(layout)
+    muon = make_muon(layout, rescaling=rescaling)
 
     def update(grads):
         return muon.update(grads, muon.init(grads))[0]
@@ -218,7 +228,7 @@ def collectives(layout):
 @pytest.mark.parametrize('sizes', [{'fsdp': 8}, {'fsdp': 4, 'tensor': 2}], ids=str)
 def test_no_device_gathers_all_layers(sizes, monkeypatch):
     layout = layout_of(**sizes)
-    assert collectives(layout) == {'all-to-all'}
+    assert collectives(layout) == collectives(layout, FULL) == {'all-to-all'}
     # Negative controls: sharding over both axes at once, and sharding chosen by XLA.
     spread = Layout.spread_matrices
     if len(sizes) > 1:

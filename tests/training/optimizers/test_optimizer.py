@@ -9,7 +9,8 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.model.parameters import kind_of
-from maxlm.training.optimizers.optimizer import DECAYED, make_optimizer, map_kinds
+from maxlm.training.optimizers.optimizer import make_optimizer, map_kinds
+from maxlm.training.optimizers.parameter_groups import DECAYED
 from maxlm.training.optimizers.schedule import make_schedule
 from tests.small import small_config, small_layout
 

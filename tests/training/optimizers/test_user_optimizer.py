@@ -126,6 +126,8 @@ def test_an_ignored_schedule_is_found():
     [
         ({'optimizer__moment_dtype': 'int8'}, 'optimizer.moment_dtype=int8 has no effect'),
         ({'optimizer__embedding_learning_rate': 0.1}, 'optimizer.embedding_learning_rate=0.1 has no effect'),
+        ({'optimizer__cautious_decay': True}, 'optimizer.cautious_decay=True has no effect'),
+        ({'optimizer__groups': (('embedding', 'beta1=0.5'),)}, 'optimizer.groups=.* has no effect'),
         ({'optimizer__adam_learning_rate': 0.1}, 'optimizer.adam_learning_rate=0.1 has no effect'),
         ({'mesh__host_offload': 'optimizer'}, 'host offload requires optimizer.name=adamw'),
         ({'optimizer__name': 'lion'}, 'must be one of adamw, muon, or a function of yours as package.module:name'),

@@ -1,0 +1,97 @@
+"""Times the optimizer update of a config on this device with several options.
+
+    python -m benchmarks.optimizers --config=configs/depth.py:12 [--config.section.key=value …] [--output=FILE]
+
+Gradients are random, and each update waits for the device. The variants alternate, so that a load of the machine affects
+all of them. Prints the median of each variant, and writes JSON with machine and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.step import machine, resolve_here
+from maxlm.cli.parser import ArgumentParser
+from maxlm.config.config_files import split_overrides
+from maxlm.config.schema import Config
+from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.parallel.layout import make_layout
+from maxlm.training.state import init_state
+from maxlm.training.update import make_update
+
+MUON = ('name=muon',)
+POLAR = (*MUON, 'muon_coefficients=polar_express')
+# Overrides of keys of the optimizer by name of the variant. Each adds one option to the variant before it.
+VARIANTS = {
+    'adamw': ('name=adamw',),
+    'adamw, group': ('name=adamw', "groups=(('embedding', 'beta2=0.99'),)"),
+    'muon': MUON,
+    'polar express': POLAR,
+    'rows, norm': (*POLAR, 'muon_row_equilibration=true', 'muon_renormalize=true'),
+    'second moment': (*POLAR, 'muon_row_equilibration=true', 'muon_renormalize=true', 'muon_beta2=0.9'),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Times all variants."""
+    overrides, rest = split_overrides(argv)
+    parser = ArgumentParser(prog='benchmarks.optimizers', allow_abbrev=False, description=__doc__)
+    parser.add_argument('--config', required=True, help='config file, with a variant after a colon')
+    parser.add_argument('--updates', type=int, default=10, help='timed updates of each variant (default 10)')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(rest)
+
+    updates = {}
+    for name, keys in VARIANTS.items():
+        # The options of a config must not affect the variants.
+        config = resolve_here(options.config, ['optimizer.adam_learning_rate=0', *overrides, *_keys(keys)])
+        updates[name] = _compiled(config)
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(options.updates):
+        for name, (update, arguments) in updates.items():
+            start = time.perf_counter()
+            jax.block_until_ready(update(*arguments))
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    for name, median in medians.items():
+        print(f'{name}: {1e3 * median:.1f} ms ({min(seconds[name]) * 1e3:.1f} to {max(seconds[name]) * 1e3:.1f})')
+    if options.output:
+        result = {'name': 'optimizers', 'config': options.config, 'overrides': overrides, 'seconds': medians}
+        options.output.write_text(json.dumps({**result, 'machine': machine()}, indent=1) + '\n')
+    return EXIT_DONE
+
+
+def _keys(keys: tuple[str, ...]) -> list[str]:
+    return [f'optimizer.{key}' for key in ('muon_momentum_warmup_steps=0', *keys)]
+
+
+def _compiled(config: Config) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the compiled update of a resolved config, which has been called once, and its arguments."""
+    layout = make_layout(config.mesh)
+    state = init_state(config, layout)
+    leaves, tree = jax.tree.flatten(state.params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    grads = [
+        jax.device_put(jax.random.normal(key, leaf.shape), leaf.sharding)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    arguments = (state, tree.unflatten(grads), jax.numpy.bool_(True))
+    update = jax.jit(make_update(config, layout))
+    jax.block_until_ready(update(*arguments))
+    return update, arguments
+
+
+def run() -> None:
+    """Entry point of `python -m benchmarks.optimizers`."""
+    sys.exit(exit_code(main, sys.argv[1:]))
+
+
+if __name__ == '__main__':
+    run()
