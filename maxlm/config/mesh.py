@@ -111,6 +111,11 @@ def check_layout(config: Config) -> None:
             'multi-token prediction supports neither pipelines nor context parallelism; set both to 1, or '
             'model.mtp_depth=0'
         )
+    if mesh.stage > 1 and model.value_embedding_pattern:
+        raise InputError(
+            f'mesh.stage={mesh.stage} with model.value_embedding_pattern={model.value_embedding_pattern}: pipelines do '
+            "not support value embeddings; set mesh.stage=1, or model.value_embedding_pattern=''"
+        )
     if mesh.stage > 1:
         check_stages(config)
     elif mesh.num_pipeline_repeats > 1:

@@ -25,6 +25,7 @@ from maxlm.model.layers.masks import causal_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
+from maxlm.model.layers.value_embedding import ValueEmbeddings, looked_up, value_parameters
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
@@ -75,6 +76,8 @@ class Decoder(nnx.Module):
             return MtpModule(config, partitioning=partitioning, rngs=rngs)
 
         self.mtp = _stacked(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
+        # Last, so that the other parameters have the same initial values without value embeddings.
+        self.value_embeddings, self.value_gates = value_parameters(config, rngs)
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -143,6 +146,7 @@ class Decoder(nnx.Module):
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
+            context = context._replace(tokens_BT=tokens_BT, values=self._values(tokens_BT, cache is not None))
             if ends_BT is not None:
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
@@ -245,6 +249,13 @@ class Decoder(nnx.Module):
     def _used(self, table: jax.Array, axes: Axes) -> jax.Array:
         """Returns a vocabulary table for products and lookups, padded and gathered."""
         return self.partitioning.gathered(self.partitioning.pad_vocabulary(table, axes), axes)
+
+    def _values(self, tokens_BT: jax.Array, is_cached: bool) -> ValueEmbeddings | None:
+        if self.value_embeddings is None:
+            return None
+        gates = None if self.value_gates is None else self.value_gates[...]
+        values = ValueEmbeddings(self.value_embeddings[...], None, gates)
+        return looked_up(values, tokens_BT, self.partitioning) if is_cached else values
 
     def _context(
         self,
