@@ -27,7 +27,7 @@ from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, LayerCache
 from maxlm.model.layers.linear import Linear
-from maxlm.model.layers.masks import layer_kinds, layer_period, layer_windows, window_of
+from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
@@ -201,7 +201,7 @@ def run_layers(
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
         first_layers: index of the first of these layers in the cache of each window; None: 0.
-        first_layer: index of the first of these layers in the model; known at compile time with value embeddings.
+        first_layer: index of the first of these layers in the model. If it is traced, they are a chunk of a pipeline.
 
     Returns:
         The stream, the updated caches, and the statistics of the routers, stacked over the layers.
@@ -246,7 +246,7 @@ def run_layers(
 
     # The loop body is one period of the patterns of layers, because the window of a kernel must be known at compile
     # time. Layers after the last complete period follow the loop.
-    period = layer_period(config) if config.scan_layers else L
+    period = config.layer_period if config.scan_layers else L
     looped = L // period * period if period < L else 0
     carry, routers, stacks = (x_BTD, caches), [], (inputs_L, values)
     if looped:
@@ -299,8 +299,10 @@ def _values_of(
     """Returns which of `num` layers have a value embedding, and these embeddings."""
     if values is None:
         return [False] * num, None
-    assert isinstance(first_layer, int), 'a pipeline has no value embeddings'
     has_values = value_layers(config)
+    if not isinstance(first_layer, int):
+        # A chunk of a pipeline has complete periods, and its context has only its own embeddings.
+        return has_values[:num], values
     own, before = has_values[first_layer : first_layer + num], sum(has_values[:first_layer])
     return own, jax.tree.map(lambda leaf: leaf[before : before + sum(own)], values) if any(own) else None
 

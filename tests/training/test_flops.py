@@ -41,11 +41,7 @@ def test_parameters_in_matmuls(model):
     # Each module of multi-token prediction uses the output projection again.
     shared = config.model.mtp_depth * config.model.vocab_size * config.model.dim
     assert matmul_parameters(config.model) - shared == (
-        sum(sizes.values())
-        - looked_up
-        - added
-        - sizes.get('position_embedding', 0)
-        - sizes.get('value_embeddings', 0)
+        sum(sizes.values()) - looked_up - added - sizes.get('position_embedding', 0) - sizes.get('value_embeddings', 0)
     )
     # Control: some parameters are in no matmul.
     assert matmul_parameters(config.model) != sum(sizes.values())

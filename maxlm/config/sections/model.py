@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import Choices, FunctionName, Renamed
@@ -228,6 +229,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Returns the width of a value head of a resolved model."""
         return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def layer_period(self) -> int:
+        """Returns the number of layers after which the patterns of layers repeat."""
+        return math.lcm(len(self.attention_pattern), len(self.value_embedding_pattern) or 1)
 
     @property
     def projections(self) -> tuple[str, ...]:

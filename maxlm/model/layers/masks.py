@@ -5,8 +5,6 @@ Shapes: B batch, T query length, S key length.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -17,11 +15,6 @@ def layer_kinds(config: ModelConfig) -> str:
     """Returns the letter of `model.attention_pattern` of each layer."""
     pattern = config.attention_pattern
     return ''.join(pattern[i % len(pattern)] for i in range(config.num_layers))
-
-
-def layer_period(config: ModelConfig) -> int:
-    """Returns the number of layers after which the patterns of layers repeat."""
-    return math.lcm(len(config.attention_pattern), len(config.value_embedding_pattern) or 1)
 
 
 def window_of(kind: str, config: ModelConfig) -> int:

@@ -62,6 +62,13 @@ def value_parameters(config: ModelConfig, rngs: nnx.Rngs) -> tuple[nnx.Param | N
     return tables, parameter(rngs, (L, C, K), ('layers', 'gate_channels', 'kv_heads'), _initial_gate)
 
 
+def values_of(tables: nnx.Param | None, gates: nnx.Param | None) -> ValueEmbeddings | None:
+    """Returns the value embeddings with these parameters; None without tables."""
+    if tables is None:
+        return None
+    return ValueEmbeddings(tables[...], None, None if gates is None else gates[...])
+
+
 def value_layers(config: ModelConfig) -> list[bool]:
     """Returns for each layer whether it has a value embedding."""
     pattern, L = config.value_embedding_pattern, config.num_layers

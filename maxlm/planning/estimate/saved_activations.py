@@ -19,7 +19,6 @@ from jax.extend.core import Literal
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.model import RematPolicy
 from maxlm.model.decoder import Decoder
-from maxlm.model.layers.masks import layer_period
 from maxlm.parallel.partitioning import SingleDevice
 from maxlm.planning.estimate.backends import SUBLANES, Backend
 from maxlm.planning.estimate.experts import rows_of
@@ -58,7 +57,7 @@ def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: Rem
     layers = dataclasses.replace(
         kind,
         # Two periods of the patterns of layers, in a loop.
-        num_layers=2 * layer_period(kind),
+        num_layers=2 * kind.layer_period,
         num_dense_layers=0,
         mtp_depth=0,
         vocab_size=VOCAB_SIZE,
@@ -138,7 +137,7 @@ def _trace(
             if value.aval.ndim == 2 and value.aval.shape[0] == num_rows:
                 of_rows.add(buffer)
     total, in_rows = sum(sizes.values()), sum(sizes[buffer] for buffer in of_rows)
-    period = layer_period(model)
+    period = model.layer_period
     return _Saved(in_rows / period, (total - in_rows) / period)
 
 
