@@ -1,6 +1,6 @@
 """Equality of loss, gradients and training steps on all layouts with those on one device.
 
-Six layouts cover every mesh axis and every memory optimization; nightly tests add fourteen. Each layout is compiled
+Six layouts cover every mesh axis and every memory optimization; nightly tests add others. Each layout is compiled
 for eight devices, which is slow.
 """
 
