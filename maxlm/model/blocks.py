@@ -5,7 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
+from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding, value_layers
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
@@ -61,6 +62,8 @@ class Context(NamedTuple):
         rotary: angles of the positions; None without rotary embedding.
         local_rotary: angles for the layers with a sliding window.
         score_divisor: additional divisor of the attention scores, a float32 scalar; None: 1.
+        tokens_BT: token ids, for value embeddings.
+        values: value embeddings of the model, or of the layer in the context of a layer; None without them.
     """
 
     masks: dict[int, jax.Array | None]
@@ -70,11 +73,22 @@ class Context(NamedTuple):
     rotary: Rotary | None
     local_rotary: Rotary | None
     score_divisor: jax.Array | None = None
+    tokens_BT: jax.Array | None = None
+    values: ValueEmbeddings | None = None
 
-    def for_layer(self, kind: str, score_divisor: jax.Array | None = None) -> Context:
-        """Returns the context with the values of a layer, whose kind is its letter in `model.attention_pattern`."""
+    def for_layer(
+        self, kind: str, score_divisor: jax.Array | None = None, values: ValueEmbeddings | None = None
+    ) -> Context:
+        """Returns the context of a layer, whose kind is its letter in `model.attention_pattern`."""
         rotary = {'L': self.rotary, 'S': self.local_rotary, 'N': None}[kind]
-        return self._replace(rotary=rotary, score_divisor=score_divisor)
+        return self._replace(rotary=rotary, score_divisor=score_divisor, values=values)
+
+    def added_values(self, x_BTD: jax.Array, num_heads: int, partitioning: Partitioning) -> jax.Array | None:
+        """Returns `value_embedding` of a layer with the input `x_BTD` of attention; None if the layer has none."""
+        if self.values is None:
+            return None
+        assert self.tokens_BT is not None, 'value embeddings need the token ids'
+        return value_embedding(self.values, x_BTD, self.tokens_BT, num_heads, partitioning)
 
 
 class Block(nnx.Module):
@@ -96,6 +110,7 @@ class Block(nnx.Module):
         self.feedforward_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
         self.parallel_residual = config.parallel_residual
         self.residual_multiplier = config.residual_multiplier
+        self.num_kv_heads = config.num_kv_heads
         self.dropout = config.dropout
         self.partitioning = partitioning
         weights = weights_of(config)
@@ -122,6 +137,7 @@ class Block(nnx.Module):
                 cache_indices=context.cache_indices[window],
                 rotary=context.rotary,
                 score_divisor=context.score_divisor,
+                added_v_BTKH=context.added_values(normed_BTD, self.num_kv_heads, self.partitioning),
                 window=window,
                 cache=cache,
             )
@@ -185,7 +201,7 @@ def run_layers(
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
         first_layers: index of the first of these layers in the cache of each window; None: 0.
-        first_layer: index of the first of these layers in the model.
+        first_layer: index of the first of these layers in the model. If it is traced, they are a chunk of a pipeline.
 
     Returns:
         The stream, the updated caches, and the statistics of the routers, stacked over the layers.
@@ -197,11 +213,12 @@ def run_layers(
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
     inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
+    has_values, values = _values_of(context.values, config, first_layer, L)
 
-    def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
+    def make_layer(kind: str, index: int, value_index: int, in_loop: bool) -> Callable[[Any, Any, Any], Any]:
         window = window_of(kind, config)
 
-        def layer(carry: Any, inputs: Any) -> tuple[Any, RouterStats | None]:
+        def layer(carry: Any, inputs: Any, values: Any) -> tuple[Any, RouterStats | None]:
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
@@ -209,33 +226,45 @@ def run_layers(
             block = fetch(block, slots)
             x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
-            layer_context = context.for_layer(kind, divisor)
+            layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf: leaf[value_index], values))
             x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
             return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
-    def run_in_order(carry: Any, inputs: Any, kinds: str, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        parts = [inputs] * len(kinds) if in_loop else _unstack(inputs, len(kinds))
+    def run_in_order(carry: Any, stacks: Any, layers: slice, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
         routers = []
-        for index, kind in enumerate(kinds):
-            carry, router = make_layer(kind, index if in_loop else 0, in_loop)(carry, parts[index])
+        inputs, values = (_in_order(stack, num, in_loop) for stack, num in zip(stacks, sizes(layers), strict=True))
+        for kind, has_value in zip(kinds[layers], has_values[layers], strict=True):
+            (own, index), (value, value_index) = next(inputs), next(values) if has_value else (None, 0)
+            carry, router = make_layer(kind, index, value_index, in_loop)(carry, own, value)
             routers.append(router)
         return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
-    # The loop body is one period of the attention pattern, because the window of a kernel must be known at compile
+    def sizes(layers: slice) -> tuple[int, int]:
+        return len(kinds[layers]), sum(has_values[layers])
+
+    # The loop body is one period of the patterns of layers, because the window of a kernel must be known at compile
     # time. Layers after the last complete period follow the loop.
-    period = len(config.attention_pattern) if config.scan_layers else L
+    period = config.layer_period if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry, routers = (x_BTD, caches), []
+    carry, routers, stacks = (x_BTD, caches), [], (inputs_L, values)
     if looped:
-        inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
-        run_period = partial(run_in_order, kinds=kinds[:period], in_loop=True)
-        carry, router = jax.lax.scan(run_period, carry, inputs)
+        within, per_body = sizes(slice(0, looped)), sizes(slice(0, period))
+        parts = [
+            jax.tree.map(lambda leaf, end=end, num=num: leaf[:end].reshape(-1, num, *leaf.shape[1:]), stack)
+            for stack, end, num in zip(stacks, within, per_body, strict=True)
+        ]
+        run_period = partial(run_in_order, layers=slice(0, period), in_loop=True)
+        carry, router = jax.lax.scan(run_period, carry, parts)
         routers.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), router))
     if looped < L:
-        inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-        carry, router = run_in_order(carry, inputs, kinds[looped:], in_loop=False)
+        starts = sizes(slice(0, looped))
+        parts = [
+            jax.tree.map(lambda leaf, start=start: leaf[start:], stack)
+            for stack, start in zip(stacks, starts, strict=True)
+        ]
+        carry, router = run_in_order(carry, parts, slice(looped, L), in_loop=False)
         routers.append(router)
     return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
@@ -253,13 +282,35 @@ def run_layers_unrolled(
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
     `run_layers`, as lists over layers, without statistics.
     """
-    updated = []
+    updated, has_values = [], value_layers(config)
     layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
     for index, (graph, kind, window, block, parts) in enumerate(layers):
-        layer_context = context.for_layer(kind, jnp.float32(index + 1) if config.attention_scale_by_layer else None)
+        divisor = jnp.float32(index + 1) if config.attention_scale_by_layer else None
+        number, values = sum(has_values[:index]), context.values if has_values[index] else None
+        layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf, n=number: leaf[n], values))
         x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
         updated.append(cache.blocks)
     return x_BTD, updated
+
+
+def _values_of(
+    values: ValueEmbeddings | None, config: ModelConfig, first_layer: jax.Array | int, num: int
+) -> tuple[list[bool], ValueEmbeddings | None]:
+    """Returns which of `num` layers have a value embedding, and these embeddings."""
+    if values is None:
+        return [False] * num, None
+    has_values = value_layers(config)
+    if not isinstance(first_layer, int):
+        # A chunk of a pipeline has complete periods, and its context has only its own embeddings.
+        return has_values[:num], values
+    own, before = has_values[first_layer : first_layer + num], sum(has_values[:first_layer])
+    return own, jax.tree.map(lambda leaf: leaf[before : before + sum(own)], values) if any(own) else None
+
+
+def _in_order(stacked: Any, num: int, in_loop: bool) -> Iterator[tuple[Any, int]]:
+    """Yields for each of `num` layers an array stacked over layers, and the layer's index in it."""
+    parts = [stacked] * num if in_loop else _unstack(stacked, num)
+    return zip(parts, range(num) if in_loop else [0] * num, strict=True)
 
 
 def _unstack(stacked: Any, num: int) -> list[Any]:

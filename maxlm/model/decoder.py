@@ -25,6 +25,7 @@ from maxlm.model.layers.masks import causal_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
+from maxlm.model.layers.value_embedding import looked_up, value_parameters, values_of
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
@@ -75,6 +76,8 @@ class Decoder(nnx.Module):
             return MtpModule(config, partitioning=partitioning, rngs=rngs)
 
         self.mtp = _stacked(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
+        # Last, so that the other parameters have the same initial values without value embeddings.
+        self.value_embeddings, self.value_gates = value_parameters(config, rngs)
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -139,10 +142,14 @@ class Decoder(nnx.Module):
         if self.partitioning.num_shards('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
             assert ends_BT is None, 'a pipeline has no trees'
-            x_BTD, router = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
+            x_BTD, router = self._run_pipeline(x_BTD, tokens_BT, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
+            values = values_of(self.value_embeddings, self.value_gates)
+            if values is not None and cache is not None:
+                values = looked_up(values, tokens_BT, self.partitioning)
+            context = context._replace(tokens_BT=tokens_BT, values=values)
             if ends_BT is not None:
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
@@ -290,6 +297,7 @@ class Decoder(nnx.Module):
     def _run_pipeline(
         self,
         x_BTD: jax.Array,
+        tokens_BT: jax.Array,
         segments_BT: jax.Array | None,
         positions_BT: jax.Array,
         keys_ML: jax.Array | None,
@@ -307,10 +315,11 @@ class Decoder(nnx.Module):
             x_MB = x_B.reshape(-1, micro_batches, *x_B.shape[1:]).swapaxes(0, 1)
             return self.partitioning.constrain(x_MB, axes)
 
-        def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> tuple[jax.Array, Any]:
-            segments_BT, positions_BT, keys_L = side
+        def run(params: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> tuple[jax.Array, Any]:
+            (blocks, variables), (tokens_BT, segments_BT, positions_BT, keys_L) = params, side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, num_dense + first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
+            context = context._replace(tokens_BT=tokens_BT, values=values_of(*variables))
             inputs_L = (blocks, None, keys)
             x_BTD, _, router = run_layers(
                 graph,
@@ -325,7 +334,7 @@ class Decoder(nnx.Module):
             return x_BTD, router
 
         def run_dense(inputs: Any) -> jax.Array:
-            x_BTD, (segments_BT, positions_BT, keys_L) = inputs
+            x_BTD, (_, segments_BT, positions_BT, keys_L) = inputs
             context = self._context(segments_BT, positions_BT, None, 0, None)
             return self._run_dense_layers(x_BTD, context, keys_L, None)[0]
 
@@ -333,13 +342,15 @@ class Decoder(nnx.Module):
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
             return variable.replace(self.partitioning.constrain(variable[...], axes))
 
-        side_M = (*(None if x is None else split(x) for x in (segments_BT, positions_BT)), keys_ML)
+        variables = (self.value_embeddings, self.value_gates)
+        of_tokens = (tokens_BT if self.value_embeddings is not None else None, segments_BT, positions_BT)
+        side_M = (*(None if x is None else split(x) for x in of_tokens), keys_ML)
         x_MBTD = split(x_BTD)
         if num_dense:
             x_MBTD = jax.lax.map(run_dense, (x_MBTD, side_M))
         y_MBTD, router = run_pipeline(
             run,
-            blocks_L,
+            (blocks_L, variables),
             x_MBTD,
             side_M,
             stages=stages,

@@ -314,6 +314,13 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
         (model_keys(family='gemma2', attention_multiplier=0.3), ['model.attention_multiplier=0.3']),
         (model_keys(family='gemma2', rope_local_theta=9.0), ['model.rope_local_theta=9.0']),
         (model_keys(family='phi3', partial_rotary_factor=0.5, head_dim=4), ['model.head_dim=4']),
+        (model_keys(family='nanochat', value_embedding_pattern='NV'), ['model.value_embedding_pattern=NV']),
+        (model_keys(family='gpt2', value_embedding_pattern='V'), ['model.value_embedding_pattern=V']),
+        (model_keys(family='qwen3', relative_attention_multiplier=1.44), ['model.relative_attention_multiplier=1.44']),
+        (
+            model_keys(family='granite', relative_attention_multiplier=1.44, attention_multiplier=0.0),
+            ['model.relative_attention_multiplier=1.44'],
+        ),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):

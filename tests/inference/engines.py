@@ -46,6 +46,12 @@ FAMILIES = {
     'latent': {**LATENT, 'model__q_lora_rank': 20},
     'experts': EXPERTS,
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
+    'value embeddings': {
+        'model__family': 'nanochat',
+        'model__num_kv_heads': 2,
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+    },
 }
 # A prompt of one chunk needs one compiled function; longer prompts need no other.
 SETTINGS = {'num_slots': 3, 'chunk': 32}

@@ -37,6 +37,7 @@ FAMILIES = {
     'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
     'latents': LATENT,
     'sinks': {'model__family': 'llama', 'model__attention_sinks': True},
+    'value embeddings': {'model__family': 'llama', 'model__value_embedding_pattern': 'V'},
     'dynamic': {'model__family': 'llama', 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
 }
 MESHES = {
@@ -188,7 +189,7 @@ def test_identical_texts_are_read_once(found, monkeypatch):
     assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
 
 
-@pytest.mark.parametrize('family', ['llama', 'windows', 'latents', 'sinks', 'experts'])
+@pytest.mark.parametrize('family', ['llama', 'windows', 'latents', 'sinks', 'experts', 'value embeddings'])
 def test_common_prefixes_are_read_once(family, monkeypatch):
     """Few-shot examples precede all questions, and a question precedes its answers.
 

@@ -329,6 +329,9 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
     work += backend.layer * _matrices(config, sizes) * sizes.width
+    # The table of a layer with a value embedding in the compute dtype, and its gradient, which is summed in float32.
+    has_values = bool(model.value_embedding_pattern)
+    work += (sizes.width + 4) * sizes.V * model.num_kv_heads * model.head_dim * has_values
     work += backward_bytes(config, sizes.kind, ffn, backend.platform)
     if config.mesh.context > 1:
         return int(work)
