@@ -32,6 +32,7 @@ from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.stream import Stream
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 
@@ -160,18 +161,31 @@ def block_class(config: ModelConfig) -> type[Block]:
     return found
 
 
+def stack_modules(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs, axis: str) -> nnx.Module:
+    """Returns one module for `num` modules; its parameters have a leading axis with the logical name `axis`."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num)
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+
+    def name_axis(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(axes=(axis, *variable.axes))
+
+    state = jax.tree.map(name_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graph, state)
+
+
 def run_layers(
     graph: Any,
     config: ModelConfig,
     partitioning: Partitioning,
     kinds: str,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
     first_layers: Mapping[int, int] | None = None,
     first_layer: jax.Array | int = 0,
-) -> tuple[jax.Array, dict[int, Cache] | None, RouterStats | None]:
+) -> tuple[Stream, dict[int, Cache] | None, RouterStats | None]:
     """Runs consecutive layers in order.
 
     Args:
@@ -180,7 +194,7 @@ def run_layers(
         partitioning: partitioning of the model.
         kinds: letter of each layer in the attention pattern, starting at the first letter of the pattern. The last
             period of the pattern may be incomplete.
-        x_BTD: input stream.
+        stream: input stream.
         context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
@@ -196,7 +210,8 @@ def run_layers(
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
-    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
+    scales_L = stream.scales.of_layers(first_layer, L)
+    inputs_L = (scales_L, *inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
 
     def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
         window = window_of(kind, config)
@@ -205,9 +220,9 @@ def run_layers(
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
-            block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
+            scales, block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
-            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            x_BTD = scales.mix(checkpoint_name(x_BTD, LAYER_INPUT), stream.input_BTD)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
             layer_context = context.for_layer(kind, divisor)
             x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
@@ -217,17 +232,20 @@ def run_layers(
 
     def run_in_order(carry: Any, inputs: Any, kinds: str, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
         parts = [inputs] * len(kinds) if in_loop else _unstack(inputs, len(kinds))
-        routers = []
-        for index, kind in enumerate(kinds):
-            carry, router = make_layer(kind, index if in_loop else 0, in_loop)(carry, parts[index])
+        routers, (x_BTD, backout_BTD, caches) = [], carry
+        for number, kind in enumerate(kinds):
+            index = number if in_loop else 0
+            (x_BTD, caches), router = make_layer(kind, index, in_loop)((x_BTD, caches), parts[number])
+            # Outside of the rematerialized function, which saves its inputs.
+            backout_BTD = parts[number][0].of_layer(index).keep(backout_BTD, x_BTD)
             routers.append(router)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
+        return (x_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
     # The loop body is one period of the attention pattern, because the window of a kernel must be known at compile
     # time. Layers after the last complete period follow the loop.
     period = len(config.attention_pattern) if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry, routers = (x_BTD, caches), []
+    carry, routers = (stream.x_BTD, stream.backout_BTD, caches), []
     if looped:
         inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
         run_period = partial(run_in_order, kinds=kinds[:period], in_loop=True)
@@ -237,17 +255,19 @@ def run_layers(
         inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
         carry, router = run_in_order(carry, inputs, kinds[looped:], in_loop=False)
         routers.append(router)
-    return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
+    x_BTD, backout_BTD, caches = carry
+    stream = stream._replace(x_BTD=x_BTD, backout_BTD=backout_BTD)
+    return stream, caches, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
 
 def run_layers_unrolled(
     graphs: Sequence[Any],
     config: ModelConfig,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     blocks: Sequence[Any],
     caches: Sequence[list[Cache]],
-) -> tuple[jax.Array, list[list[Cache]]]:
+) -> tuple[Stream, list[list[Cache]]]:
     """Runs all layers with separate arrays for the parameters and cache of each layer.
 
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
@@ -257,9 +277,12 @@ def run_layers_unrolled(
     layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
     for index, (graph, kind, window, block, parts) in enumerate(layers):
         layer_context = context.for_layer(kind, jnp.float32(index + 1) if config.attention_scale_by_layer else None)
+        of_layer = stream.scales.of_layer(index)
+        x_BTD = of_layer.mix(stream.x_BTD, stream.input_BTD)
         x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
+        stream = stream._replace(x_BTD=x_BTD, backout_BTD=of_layer.keep(stream.backout_BTD, x_BTD))
         updated.append(cache.blocks)
-    return x_BTD, updated
+    return stream, updated
 
 
 def _unstack(stacked: Any, num: int) -> list[Any]:

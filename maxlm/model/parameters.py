@@ -18,6 +18,7 @@ from maxlm.model.decoder import Decoder
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.lora import LORA_A, LORA_B
 from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES, quantized_kernels, weights_of
+from maxlm.model.stream import StreamParameters
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
@@ -190,7 +191,7 @@ def _kind(path: tuple[str, ...]) -> str:
     *modules, name = path
     if name in ('embedding', 'position_embedding'):
         return 'table'
-    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS, *StreamParameters._fields):
         return 'vector'
     if name in (LORA_A, LORA_B):
         return 'adapter'
