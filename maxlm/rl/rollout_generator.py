@@ -89,7 +89,7 @@ class Responses(NamedTuple):
 
 
 class _Drawing(NamedTuple):
-    """Loop state of decoding. `num_columns`: tokens in rows that have not ended; `last_B2`: last two tokens of all rows."""
+    """Loop state of decoding: number of tokens in rows that have not ended, the last two tokens of each row, …"""
 
     num_columns: jax.Array
     last_B2: jax.Array
