@@ -26,12 +26,13 @@ _SIZES = ('qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim')
 
 
 def check_architecture(model: ModelConfig) -> None:
-    """Raises InputError for contradicting settings of latent attention, positions, attention pattern or norms."""
+    """Raises InputError for contradicting settings of attention, positions, norms or the residual stream."""
     _check_latent_attention(model)
     _check_rotary(model)
     _check_attention_pattern(model)
     _check_value_embeddings(model)
     _check_norms(model)
+    _check_stream(model)
 
 
 def _check_latent_attention(model: ModelConfig) -> None:
@@ -182,6 +183,19 @@ def _check_norms(model: ModelConfig) -> None:
         raise InputError(
             'model.norm_unit_offset=True with model.norm_use_scale=False: the norms have no scale; set '
             'model.norm_unit_offset=False'
+        )
+
+
+def _check_stream(model: ModelConfig) -> None:
+    if model.smear_channels > model.dim:
+        raise InputError(
+            f'model.smear_channels={model.smear_channels} exceeds model.dim={model.dim}, the channels of an embedding; '
+            f'set it to {model.dim} or less'
+        )
+    if model.backout_layer >= model.num_layers:
+        raise InputError(
+            f'model.backout_layer={model.backout_layer}: the layers are numbered from 0 to {model.num_layers - 1} '
+            f'(model.num_layers={model.num_layers}); nanochat uses {model.num_layers // 2}; -1 switches it off'
         )
 
 

@@ -33,6 +33,7 @@ from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
 from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding, value_layers
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.stream import Stream
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 
@@ -176,18 +177,31 @@ def block_class(config: ModelConfig) -> type[Block]:
     return found
 
 
+def stack_modules(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs, axis: str) -> nnx.Module:
+    """Returns one module for `num` modules; its parameters have a leading axis with the logical name `axis`."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num)
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+
+    def name_axis(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(axes=(axis, *variable.axes))
+
+    state = jax.tree.map(name_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graph, state)
+
+
 def run_layers(
     graph: Any,
     config: ModelConfig,
     partitioning: Partitioning,
     kinds: str,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
     first_layers: Mapping[int, int] | None = None,
     first_layer: jax.Array | int = 0,
-) -> tuple[jax.Array, dict[int, Cache] | None, RouterStats | None]:
+) -> tuple[Stream, dict[int, Cache] | None, RouterStats | None]:
     """Runs consecutive layers in order.
 
     Args:
@@ -196,7 +210,7 @@ def run_layers(
         partitioning: partitioning of the model.
         kinds: letter of each layer in the attention pattern, starting at the first letter of the pattern. The last
             period of the pattern may be incomplete.
-        x_BTD: input stream.
+        stream: input stream.
         context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
@@ -212,7 +226,8 @@ def run_layers(
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
-    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
+    scales_L = stream.scales.of_layers(first_layer, L)
+    inputs_L = (scales_L, *inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
     has_values, values = _values_of(context.values, config, first_layer, L)
 
     def make_layer(kind: str, index: int, value_index: int, in_loop: bool) -> Callable[[Any, Any, Any], Any]:
@@ -222,9 +237,9 @@ def run_layers(
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
-            block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
+            scales, block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
-            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            x_BTD = scales.mix(checkpoint_name(x_BTD, LAYER_INPUT), stream.input_BTD)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
             layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf: leaf[value_index], values))
             x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
@@ -233,13 +248,16 @@ def run_layers(
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, stacks: Any, layers: slice, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        routers = []
+        routers, (x_BTD, backout_BTD, caches) = [], carry
         inputs, values = (_in_order(stack, num, in_loop) for stack, num in zip(stacks, sizes(layers), strict=True))
         for kind, has_value in zip(kinds[layers], has_values[layers], strict=True):
             (own, index), (value, value_index) = next(inputs), next(values) if has_value else (None, 0)
-            carry, router = make_layer(kind, index, value_index, in_loop)(carry, own, value)
+            layer = make_layer(kind, index, value_index, in_loop)
+            (x_BTD, caches), router = layer((x_BTD, caches), own, value)
+            # Outside of the rematerialized function, which saves its inputs.
+            backout_BTD = own[0].of_layer(index).keep(backout_BTD, x_BTD)
             routers.append(router)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
+        return (x_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
     def sizes(layers: slice) -> tuple[int, int]:
         return len(kinds[layers]), sum(has_values[layers])
@@ -248,7 +266,7 @@ def run_layers(
     # time. Layers after the last complete period follow the loop.
     period = config.layer_period if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry, routers, stacks = (x_BTD, caches), [], (inputs_L, values)
+    carry, routers, stacks = (stream.x_BTD, stream.backout_BTD, caches), [], (inputs_L, values)
     if looped:
         within, per_body = sizes(slice(0, looped)), sizes(slice(0, period))
         parts = [
@@ -266,17 +284,19 @@ def run_layers(
         ]
         carry, router = run_in_order(carry, parts, slice(looped, L), in_loop=False)
         routers.append(router)
-    return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
+    x_BTD, backout_BTD, caches = carry
+    stream = stream._replace(x_BTD=x_BTD, backout_BTD=backout_BTD)
+    return stream, caches, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
 
 def run_layers_unrolled(
     graphs: Sequence[Any],
     config: ModelConfig,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     blocks: Sequence[Any],
     caches: Sequence[list[Cache]],
-) -> tuple[jax.Array, list[list[Cache]]]:
+) -> tuple[Stream, list[list[Cache]]]:
     """Runs all layers with separate arrays for the parameters and cache of each layer.
 
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
@@ -288,9 +308,12 @@ def run_layers_unrolled(
         divisor = jnp.float32(index + 1) if config.attention_scale_by_layer else None
         number, values = sum(has_values[:index]), context.values if has_values[index] else None
         layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf, n=number: leaf[n], values))
+        of_layer = stream.scales.of_layer(index)
+        x_BTD = of_layer.mix(stream.x_BTD, stream.input_BTD)
         x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
+        stream = stream._replace(x_BTD=x_BTD, backout_BTD=of_layer.keep(stream.backout_BTD, x_BTD))
         updated.append(cache.blocks)
-    return x_BTD, updated
+    return stream, updated
 
 
 def _values_of(

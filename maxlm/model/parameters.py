@@ -19,6 +19,7 @@ from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.lora import LORA_A, LORA_B
 from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES
 from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES, quantized_kernels, weights_of
+from maxlm.model.stream import StreamParameters
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
@@ -202,7 +203,7 @@ def kind_of_names(path: tuple[str, ...]) -> str:
         return 'table'
     if name == VALUE_GATES:
         return 'matrix'
-    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS, *StreamParameters._fields):
         return 'vector'
     if name in (LORA_A, LORA_B):
         return 'adapter'

@@ -9,11 +9,17 @@ import transformers
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
-from maxlm.huggingface.config_conversion import check_supported, choose_architecture, from_config, to_config
+from maxlm.huggingface.config_conversion import (
+    check_supported,
+    choose_architecture,
+    from_config,
+    to_config,
+    unsupported_settings,
+)
 from maxlm.huggingface.config_fields import Fields
 from maxlm.huggingface.original_config import export_config
 from tests.huggingface.expert_models import EXPERT_MODELS
-from tests.small import LATENT, model_keys, small_config
+from tests.small import LATENT, STREAM, model_keys, small_config
 
 # Keys without an equivalent in config.json: they affect training, or how the same function is computed.
 FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul', 'expert_matmul'}
@@ -336,6 +342,20 @@ def test_a_requested_architecture_is_not_replaced():
     assert choose_architecture(model, 'mistral').model_type == 'mistral'
     with pytest.raises(InputError, match=r'model\.qk_norm=False.*Qwen3ForCausalLM.*--architecture'):
         choose_architecture(model, 'qwen3')
+
+
+@pytest.mark.parametrize('key', STREAM)
+def test_no_architecture_expresses_the_options_of_the_stream(key):
+    name = key.split('__')[1]
+    for row in ARCHITECTURES.values():
+        plain = small_config(**{**model_keys(family=row.family), 'model__num_layers': 2}).model
+        model = dataclasses.replace(plain, **{name: STREAM[key]})
+        assert f'model.{name}={STREAM[key]}' in unsupported_settings(model, row)
+        assert f'model.{name}={getattr(plain, name)}' not in unsupported_settings(plain, row)
+        with pytest.raises(InputError, match=f'model.{name}='):
+            choose_architecture(model, row.model_type)
+    with pytest.raises(InputError, match=f'model.{name}='):
+        choose_architecture(model)
 
 
 # --- unsupported values

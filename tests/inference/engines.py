@@ -18,7 +18,7 @@ from maxlm.inference.sampling import Sampling
 from maxlm.model.layers import linear
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
-from tests.small import EXPERTS, LATENT, small_config, small_layout
+from tests.small import EXPERTS, LATENT, STREAM, small_config, small_layout
 
 GREEDY = Sampling(temperature=0)
 NUM_IDS = 257
@@ -45,6 +45,8 @@ FAMILIES = {
     'dynamic': {**SCALED, 'model__rope_scaling': 'dynamic', 'model__original_max_positions': CONTEXT},
     'latent': {**LATENT, 'model__q_lora_rank': 20},
     'experts': EXPERTS,
+    # Learned positions are part of the embeddings that are smeared.
+    'stream': {'model__family': 'gpt2', 'model__num_layers': 3, **STREAM},
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
     'value embeddings': {
         'model__family': 'nanochat',

@@ -143,6 +143,17 @@ class ModelConfig:
     embedding_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
     # Factor of the outputs of attention and feed-forward before they are added to the residual stream.
     residual_multiplier: Annotated[float, Range(1e-4, 1e5)] = FAMILY
+    # Learned factor of the residual stream before each block, initially from 1.15 (first) to 1.05 (last) as in nanochat
+    # (Karpathy 2026).
+    residual_scale: bool = False
+    # Before each block, add a learned multiple of the first block's input, initially from 0.20 to 0.05 (Karpathy 2026).
+    embedding_residual: bool = False
+    # Add a gated multiple of the previous token's embedding to each embedding; number of channels that the gate reads
+    # (Karpathy 2026: 24); 0 = off.
+    smear_channels: Annotated[int, Range(0, 2**20)] = 0
+    # Before the final norm, subtract a learned multiple of the output of this layer, counted from 0 (Karpathy 2026:
+    # num_layers // 2); -1 = off.
+    backout_layer: Annotated[int, Range(-1, 999)] = -1
     # Factor of the attention scores q·k; 0 = 1 / sqrt(head_dim).
     attention_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
     # Factor of the attention scores beside 1 / sqrt(head_dim), if attention_multiplier is 0 (nanochat: 1.44).
@@ -187,9 +198,9 @@ class ModelConfig:
     # projection of the first value_gate_channels channels of the input of attention. 0 = no gate.
     value_gate_channels: Annotated[int, Range(0, 2**20)] = 0
     # Initialization of the weights (maxlm/model/layers/initializers.py).
-    init: Literal['normal', 'small', 'uniform'] = FAMILY
-    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
-    # of a tied embedding.
+    init: Literal['normal', 'small', 'uniform', 'uniform_2026'] = FAMILY
+    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform, uniform_2026:
+    # standard deviation of a tied embedding.
     init_std: Epsilon = 0.02
     # Dropout probability, after the embedding and at the end of each residual branch.
     dropout: FractionBelow1 = 0.0

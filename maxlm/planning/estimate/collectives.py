@@ -24,6 +24,7 @@ from maxlm.model.parameters import (
     tables,
     value_elements,
 )
+from maxlm.model.stream import num_states
 from maxlm.planning.estimate.experts import layer_runs, layers_on_device, num_modules, rows_of
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.flops import RECOMPUTED
@@ -299,7 +300,7 @@ def _pipeline(config: Config) -> list[Transfer]:
     """Returns transfers of the stream and its gradient between stages, and reductions of the last stage's output."""
     if config.mesh.stage == 1:
         return []
-    mesh, stream = config.mesh, _stream_bytes(config)
+    mesh, stream = config.mesh, num_states(config.model) * _stream_bytes(config)
     iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
     return [
         _transfer(config, 'collective-permute', ('stage',), stream, 2 * iterations, is_async=False),
