@@ -119,12 +119,12 @@ measure 1b_scan_slice_fusion 40 configs/1b.py "${few[@]}" "${short[@]}" --config
 # The other sizes.
 measure neox 45 configs/neox.py:tuned_1gpu "${few[@]}" "${short[@]}"
 measure xlarge 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}"
-measure d24 45 configs/depth.py:24 "${few[@]}" "${short[@]}"
+measure d24 45 configs/depth.py:24-2025 "${few[@]}" "${short[@]}"
 measure 7b_8layers 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \
   --config.train.per_device_batch_size=4
 
 # The cost of Muon.
-measure d24_adamw 45 configs/depth.py:24 "${few[@]}" "${short[@]}" --config.optimizer.name=adamw \
+measure d24_adamw 45 configs/depth.py:24-2025 "${few[@]}" "${short[@]}" --config.optimizer.name=adamw \
   --config.optimizer.learning_rate=3e-4 --config.optimizer.adam_learning_rate=0 \
   --config.optimizer.muon_momentum_warmup_steps=0 --config.optimizer.embedding_learning_rate=0
 

@@ -38,8 +38,8 @@ class Model(NamedTuple):
 MODELS = (
     Model('configs/1b.py', '1B'),
     Model('configs/neox.py:production_8gpu', '1.2B'),
-    Model('configs/depth.py:24', '680M', vocab_size=32),
-    Model('configs/depth.py:64', '4.3B', vocab_size=32),
+    Model('configs/depth.py:24-2025', '680M', vocab_size=32),
+    Model('configs/depth.py:64-2025', '4.3B', vocab_size=32),
     Model('configs/mix.py:tiny', '85M'),
     Model('configs/mix.py:small', '178M'),
     Model('configs/mix.py:medium', '374M'),

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ),
     ),
     'depth:4': (
-        'configs/depth.py:4',
+        'configs/depth.py:4-2025',
         ('data.seq_len=256', 'train.global_batch_size=8', 'train.per_device_batch_size=8', 'model.dtype=float32'),
     ),
     'mix:tiny': (

@@ -7,7 +7,7 @@ about depth 44.
 Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT
            prepares TEXT with one token per character, trains in runs/depth-64 and exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; with -2025 the recipe of October 2025, e.g.
-           :24-2025; 2025: the same as 24-2025; smoke: 10 steps of a narrow model
+           :64-2025; 2025: the same as 24-2025; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step of depth 64 is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288
            tokens. The published product of 65,536 tokens leaves out the accumulation steps.
 Time:      depth 64: 31 hours, as published; the number of steps follows the measured speed. Other depths: 12 tokens per

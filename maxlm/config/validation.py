@@ -11,7 +11,7 @@ from maxlm.config.keys import check_values, declared_keys
 from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.validation_architecture import check_architecture, check_experts, check_mtp
-from maxlm.config.validation_optimizer import check_optimizer_keys
+from maxlm.config.validation_optimizer import check_optimizer_keys, check_transfer
 from maxlm.config.validation_rl import check_adapters, check_distill, check_dpo, check_trained
 from maxlm.errors import InputError
 
@@ -72,6 +72,7 @@ def validate(config: Config) -> None:
             'model.dtype=bfloat16'
         )
     check_architecture(model)
+    check_transfer(model, optimizer)
     check_adapters(model)
     check_experts(config)
     _check_alerts(config)

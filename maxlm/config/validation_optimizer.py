@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from maxlm.config.keys import Key, section_keys
+from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.user_function import is_function_name
@@ -72,6 +73,26 @@ def check_optimizer_keys(optimizer: OptimizerConfig) -> None:
             'set optimizer.schedule to wsd, linear or cosine, or set optimizer.muon_final_momentum=0'
         )
     parse_groups(optimizer)
+
+
+def check_transfer(model: ModelConfig, optimizer: OptimizerConfig) -> None:
+    """Checks that the initial values and learning rates of the model can be scaled. Raises InputError."""
+    key = next((key for key in ('base_dim', 'base_num_layers') if getattr(model, key)), '')
+    if not key:
+        return
+    where = f'model.{key}={getattr(model, key)} with'
+    if is_function_name(optimizer.name):
+        raise InputError(
+            f'{where} optimizer.name={optimizer.name}: the learning rates of your function cannot be scaled; set '
+            f'model.{key}=0, or set optimizer.name to adamw or muon'
+        )
+    if model.lora_rank:
+        raise InputError(f'{where} model.lora_rank={model.lora_rank}: adapters are not scaled; set model.{key}=0')
+    if model.base_dim and model.tie_embeddings:
+        raise InputError(
+            f'{where} model.tie_embeddings=True: the head and the embedding need different learning rates; set '
+            'model.tie_embeddings=False, or set model.base_dim=0'
+        )
 
 
 def _changed(optimizer: OptimizerConfig, keys: tuple[str, ...]) -> Iterator[tuple[str, Any, Any]]:

@@ -117,7 +117,7 @@ def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransfo
             if is_own:
                 metrics['update_norm'] = jnp.where(ok, optax.tree.norm(updates), 0)
             elif config.mesh.host_offload == 'none':
-                metrics.update(update_metrics(grads, updates, opt_state, ok, config.optimizer))
+                metrics.update(update_metrics(grads, updates, opt_state, ok, config))
             params = optax.apply_updates(params, updates)
             ema = update_ema(ema, params, decay=config.optimizer.ema_decay, num_updates=num_updates + 1)
             # A selection instead of a product with 0, because NaN times 0 is NaN.

@@ -12,6 +12,8 @@ from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.huggingface.config_conversion import to_config
+from maxlm.model.layers.masks import layer_kinds
+from maxlm.model.layers.value_embedding import value_layers
 from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import abstract_state
@@ -171,6 +173,9 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/moe.py:30b', '30b-a3b'),
         ('configs/depth.py:deep', 'configs/depth.py:24'),
         ('configs/depth.py:0', 'configs/depth.py:24'),
+        ('configs/depth.py:24-', 'configs/depth.py:24-2025'),
+        ('configs/depth.py:24-2024', 'configs/depth.py:24-2025'),
+        ('configs/depth.py:-2025', 'configs/depth.py:24-2025'),
         ('configs/arithmetic.py:grpo', 'sft, rl, sft-5m, rl-5m'),
         ('configs/synth.py:dpo', 'sft, rl'),
     ],
@@ -196,6 +201,37 @@ def test_depth_determines_the_model():
         assert config.model.num_heads * 128 >= config.model.dim
     with pytest.raises(InputError, match='whole number'):
         load('configs/depth.py:2.5')
+
+
+def test_depth_12_has_the_values_at_which_nanochat_was_tuned():
+    optimizer, batch = load('configs/depth.py:12').optimizer, load('configs/depth.py:12').train.global_batch_size
+    assert (batch * 2048, optimizer.learning_rate, optimizer.weight_decay) == (2**19, 0.02, 0.28)
+    assert (optimizer.adam_learning_rate, optimizer.embedding_learning_rate) == (0.008, 0.3)
+
+
+def test_depth_24_follows_the_scaling_rules():
+    # Published: nanochat's speedrun trains depth 24 with 8 tokens per parameter, 5.84 billion, and 2^20 per step.
+    config = load('configs/depth.py:24')
+    assert config.train.num_tokens * 8 / 12 == pytest.approx(5.84e9, rel=1e-3)
+    assert config.train.global_batch_size * 2048 == 2**20
+    assert config.optimizer.learning_rate == pytest.approx(0.02 * 2**0.5)
+    parameters = [12 * depth * (64 * depth) ** 2 + 32_768 * 64 * depth for depth in (12, 24)]
+    assert config.optimizer.weight_decay == pytest.approx(0.28 * 2**0.5 * parameters[0] / parameters[1])
+
+
+def test_the_last_layer_attends_to_everything_and_has_a_value_embedding():
+    for depth in (1, 2, 3, 4, 5, 6, 24):
+        config = load(f'configs/depth.py:{depth}')
+        model = resolve(config, platform='gpu', num_devices=8, vocab_size=100, windows=10**6).model
+        assert layer_kinds(model)[-1] == 'L'
+        assert set(layer_kinds(model)[:-1]) <= set('SL')
+        assert value_layers(model)[-1]
+
+
+def test_the_recipe_of_2025_has_none_of_the_later_options():
+    model, optimizer = load('configs/depth.py:24-2025').model, load('configs/depth.py:24-2025').optimizer
+    assert load('configs/depth.py:2025').model == model
+    assert not (model.value_embedding_pattern or model.residual_scale or model.smear_channels or optimizer.groups)
 
 
 def test_the_table_is_printed(capsys):

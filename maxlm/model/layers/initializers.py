@@ -9,6 +9,7 @@ import jax
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.linear import Initializer
+from maxlm.model.transfer import transfer_of
 
 _normal, _zeros = jax.nn.initializers.normal, jax.nn.initializers.zeros
 
@@ -46,20 +47,24 @@ def initializers(config: ModelConfig) -> Initializers:
         the first logits are near 0.
     uniform_2026: Karpathy 2026 (nanochat, January 2026 and later). As uniform, with a standard deviation of 0.8 for
         embeddings, and of 0.4 / sqrt(dim) for the projections of the feed-forward that read the stream.
+
+    With `model.base_dim` and `model.base_num_layers`, the standard deviations are scaled; see `maxlm.model.transfer`.
     """
-    D, L = config.dim, config.num_layers
+    D, L, (m, d) = config.dim, config.num_layers, transfer_of(config)
     if config.init == 'small':
-        small = _normal(math.sqrt(2 / (5 * D)))
-        return Initializers(small, small, small, small, _normal(2 / (L * math.sqrt(D))), small)
+        small, table_std = _normal(math.sqrt(2 / (5 * D))), math.sqrt(2 / (5 * (config.base_dim or D)))
+        residual = _normal(2 / (L * math.sqrt(D)))
+        return Initializers(_normal(table_std), _normal(table_std), small, small, residual, _normal(table_std / m))
     if config.init in ('uniform', 'uniform_2026'):
         std, factor = (1.0, 1.0) if config.init == 'uniform' else (0.8, 0.4)
         # With such a standard deviation, tied embeddings would give logits of about sqrt(dim).
         embedding, bound = _normal(config.init_std if config.tie_embeddings else std), math.sqrt(3 / D)
         into, into_feedforward = _symmetric_uniform(bound), _symmetric_uniform(factor * bound)
-        return Initializers(embedding, embedding, into, into_feedforward, _zeros, _normal(0.001))
+        return Initializers(embedding, embedding, into, into_feedforward, _zeros, _normal(0.001 / m))
     assert config.init == 'normal', config.init
-    plain, residual = _normal(config.init_std), _normal(config.init_std / math.sqrt(2 * L))
-    return Initializers(plain, _normal(config.init_std / 2), plain, plain, residual, plain)
+    std = config.init_std
+    into, residual = _normal(std / math.sqrt(m)), _normal(std / math.sqrt(m) / math.sqrt(2 * L / d) / d)
+    return Initializers(_normal(std), _normal(std / 2), into, into, residual, _normal(std / m))
 
 
 def _symmetric_uniform(bound: float) -> Initializer:

@@ -43,7 +43,7 @@ def make_optimizer(
     """
     optimizer = config.optimizer
     completion = completion or make_completion(optimizer, config.train.num_steps)
-    settings = {path: settings_of(optimizer, path) for path in axes if kind_of_names(path) != 'codes'}
+    settings = {path: settings_of(config, path) for path in axes if kind_of_names(path) != 'codes'}
     common = AdamConstants(optimizer.beta1, optimizer.beta2, optimizer.eps)
     constants = {path: AdamConstants(own.beta1, own.beta2, own.eps) for path, own in settings.items()}
     direction = scale_by_adam(

@@ -11,6 +11,7 @@ from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.validation_optimizer import ADAM_KEYS, parse_groups
 from maxlm.errors import InputError
 from maxlm.model.parameters import kind_of_names
+from maxlm.model.transfer import transfer_of
 from maxlm.training.optimizers.trainable import is_trained, matches
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
@@ -41,22 +42,27 @@ class Settings(NamedTuple):
     weight_decay_schedule: str
 
 
-def settings_of(config: OptimizerConfig, path: tuple[str, ...]) -> Settings:
-    """Returns the settings of the parameter with this path. The first pattern that matches its dotted name applies."""
-    kind = kind_of_names(path)
+def settings_of(config: Config, path: tuple[str, ...]) -> Settings:
+    """Returns the settings of the parameter with this path. The first pattern that matches its dotted name applies.
+
+    A group's `learning_rate` and `weight_decay` are used as they are, without the transfer of `maxlm.model.transfer`.
+    """
+    kind, optimizer = kind_of_names(path), config.optimizer
+    by_muon = optimizer.name == 'muon' and kind == 'matrix'
+    factor = transfer_of(config.model).rate_factor(path, kind, by_muon=by_muon)
     settings = Settings(
-        rate_ratio=_rate_ratio(config, kind),
-        beta1=config.beta1,
-        beta2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay if kind in DECAYED[config.weight_decay_mask] else 0.0,
-        cautious_decay=config.cautious_decay,
-        weight_decay_schedule=config.weight_decay_schedule,
+        rate_ratio=factor * _rate_ratio(optimizer, kind),
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay / factor if kind in DECAYED[optimizer.weight_decay_mask] else 0.0,
+        cautious_decay=optimizer.cautious_decay,
+        weight_decay_schedule=optimizer.weight_decay_schedule,
     )
-    values = next((group.values for group in parse_groups(config) if matches('.'.join(path), group.pattern)), {})
+    values = next((group.values for group in parse_groups(optimizer) if matches('.'.join(path), group.pattern)), {})
     own: dict[str, Any] = {name: value for name, value in values.items() if name in Settings._fields}
     if 'learning_rate' in values:
-        own['rate_ratio'] = values['learning_rate'] / config.learning_rate
+        own['rate_ratio'] = values['learning_rate'] / optimizer.learning_rate
     if 'learning_rate_ratio' in values:
         own['rate_ratio'] = values['learning_rate_ratio'] * settings.rate_ratio
     return settings._replace(**own)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxlm.config.sections.optimizer import OptimizerConfig
+from maxlm.config.schema import Config
 from maxlm.model.parameters import names
 from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.optimizers.quantized_moments import Blocks, load_moment
@@ -18,7 +18,7 @@ UPDATE_METRICS = ('update_norm', 'second_moment_ratio')
 
 
 def update_metrics(
-    grads: optax.Updates, updates: optax.Updates, opt_state: Any, ok: jax.Array, config: OptimizerConfig
+    grads: optax.Updates, updates: optax.Updates, opt_state: Any, ok: jax.Array, config: Config
 ) -> dict[str, jax.Array]:
     """Returns `update_norm` and, if Adam trains any array, `second_moment_ratio`.
 
@@ -34,7 +34,7 @@ def update_metrics(
         updates: changes of the parameters.
         opt_state: state of the optimizer after the update.
         ok: True if the update is applied.
-        config: section `optimizer` of the config.
+        config: config of the run.
     """
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByAdamState))
     (adam,) = (node for node in states if isinstance(node, optax.ScaleByAdamState))

@@ -84,7 +84,7 @@ def test_json_output(figures):
 
 
 def test_memory_excess_and_advice_that_fits(run, figures):
-    arguments = ('depth.py:64', 'h100:8', '--estimate', '--config.model.remat_policy=none', '--vocab-size=32')
+    arguments = ('depth.py:64-2025', 'h100:8', '--estimate', '--config.model.remat_policy=none', '--vocab-size=32')
     code, out, _ = run(*arguments)
     assert code == EXIT_FAILED
     report = figures(*arguments)

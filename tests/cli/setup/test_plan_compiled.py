@@ -37,9 +37,9 @@ ON_GPU = [
 ]
 ON_GPU_MORE = [
     ('1b.py', 'h100:8', (), True),
-    ('depth.py:64', 'h100:8', ('--vocab-size=32',), True),
+    ('depth.py:64-2025', 'h100:8', ('--vocab-size=32',), True),
     ('neox.py:tuned', 'h100:8', (), True),
-    ('depth.py:64', 'h100:8', ('--vocab-size=32', '--config.model.remat_policy=none'), False),
+    ('depth.py:64-2025', 'h100:8', ('--vocab-size=32', '--config.model.remat_policy=none'), False),
     ('mix.py:xlarge', 'a100:8', (), True),
     ('code.py:7b', 'h100:8', (), True),
     ('code.py:70b', 'h100:8x16', ('--config.mesh.replica=2',), True),

@@ -50,7 +50,7 @@ COMPILED = {
         'all-reduce': 1391.9,
         'reduce-scatter': 1758.6,
     },
-    ('depth.py:24', (*SAVING, 'train.per_device_batch_size=4')): {
+    ('depth.py:24-2025', (*SAVING, 'train.per_device_batch_size=4')): {
         'all-gather': 21.7,
         'all-to-all': 0.3,
         'reduce-scatter': 10.9,

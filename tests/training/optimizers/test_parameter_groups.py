@@ -30,7 +30,7 @@ def config_of(**settings):
 
 
 def test_the_first_matching_pattern_applies():
-    config = config_of(name='muon', learning_rate=0.5, adam_learning_rate=1.0, groups=GROUPS).optimizer
+    config = config_of(name='muon', learning_rate=0.5, adam_learning_rate=1.0, groups=GROUPS)
     # The bias is also in blocks.query, but in an earlier group.
     assert settings_of(config, BIAS)[:5] == (2.0, 0.5, 0.95, 1e-8, 0.4)
     assert settings_of(config, QUERY)[:5] == (3.0, 0.9, 0.95, 1e-8, 0.1)
@@ -153,7 +153,7 @@ def test_a_rollback_scales_the_rates_of_groups():
     config = config_of(learning_rate=0.5, groups=GROUPS)
     scaled = with_rates(config, RunControl()._replace(rate_factor=0.5))
     for path in PARAMETERS:
-        before, after = settings_of(config.optimizer, path), settings_of(scaled.optimizer, path)
+        before, after = settings_of(config, path), settings_of(scaled, path)
         # The ratio stays, and the rate to which it applies is scaled.
         np.testing.assert_allclose(after.rate_ratio, before.rate_ratio, rtol=1e-6)
         assert after[1:] == before[1:]

@@ -117,8 +117,8 @@ def test_offloaded_state_has_no_update_metrics(part):
 
 def test_growing_and_shrinking_gradients():
     """The formula of Wortsman et al. for one array: √mean(g² / max(v, eps²)), between 0 and 1/√(1 - beta2)."""
-    config = OptimizerConfig(beta2=0.95)
-    transform = optax.scale_by_adam(config.beta1, config.beta2)
+    config = small_config(optimizer__beta2=0.95)
+    transform = optax.scale_by_adam(config.optimizer.beta1, config.optimizer.beta2)
     params = {'kernel': jnp.zeros((3, 5))}
 
     @jax.jit
