@@ -2,8 +2,8 @@
 
     python -m benchmarks.optimizers --config=configs/depth.py:12 [--config.section.key=value …] [--output=FILE]
 
-Gradients are random, and each update waits for the device. The variants alternate, so that a load of the machine affects
-all of them. Prints the median of each variant, and writes JSON with machine and versions.
+Gradients are random, and each update waits for the device. The variants alternate, so that the load of the machine
+affects all of them. Prints the median of each variant, and writes JSON with machine and versions.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def _compiled(config: Config) -> tuple[Any, tuple[Any, ...]]:
     """Returns the compiled update of a resolved config, which has been called once, and its arguments."""
     layout = make_layout(config.mesh)
     state = init_state(config, layout)
+    tree: Any
     leaves, tree = jax.tree.flatten(state.params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     grads = [

@@ -320,7 +320,6 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
         (model_keys(family='gemma2', attention_multiplier=0.3), ['model.attention_multiplier=0.3']),
         (model_keys(family='gemma2', rope_local_theta=9.0), ['model.rope_local_theta=9.0']),
         (model_keys(family='phi3', partial_rotary_factor=0.5, head_dim=4), ['model.head_dim=4']),
-        (model_keys(family='nanochat', value_embedding_pattern='NV'), ['model.value_embedding_pattern=NV']),
         (model_keys(family='gpt2', value_embedding_pattern='V'), ['model.value_embedding_pattern=V']),
         (model_keys(family='qwen3', relative_attention_multiplier=1.44), ['model.relative_attention_multiplier=1.44']),
         (
@@ -335,6 +334,12 @@ def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):
     for part in parts:
         assert part in str(error.value)
     assert ('--architecture=nanochat' in str(error.value)) == (overrides['model__family'] == 'nanochat')
+
+
+def test_value_embeddings_of_nanochat_are_not_exported():
+    model = small_config(**model_keys(family='nanochat', value_embedding_pattern='NV')).model
+    with pytest.raises(InputError, match=r'model\.value_embedding_pattern=NV'):
+        choose_architecture(model, 'nanochat')
 
 
 def test_a_requested_architecture_is_not_replaced():

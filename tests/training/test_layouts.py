@@ -195,7 +195,7 @@ VALUES = {
     [
         {'mesh__fsdp': 2, 'model__remat_policy': 'full'},
         {'mesh__tensor': 2, **PADDED},
-        {'mesh__context': 2},
+        pytest.param({'mesh__context': 2}, marks=pytest.mark.nightly),
         {'mesh__stage': 2, 'mesh__num_pipeline_repeats': 1, 'train__per_device_batch_size': 4},
         pytest.param(
             {'mesh__data': 2, 'mesh__zero_stage': 1, 'train__per_device_batch_size': 4}, marks=pytest.mark.nightly

@@ -118,7 +118,10 @@ def _trace(
     num_carry = _num_unstacked(body.outvars, loop.outvars)
     start_of_layers = _num_unstacked(body.invars, loop.invars)
     # Arrays that follow from parameters alone, such as casts, are no activations.
-    activations = set(body.invars[start_of_layers - num_carry : start_of_layers])
+    start_of_carry = start_of_layers - num_carry
+    activations = set(body.invars[start_of_carry:start_of_layers])
+    # Rows of value embeddings follow from the token ids.
+    activations.update(value for value in body.invars[:start_of_carry] if value.aval.dtype == jnp.int32)
     buffers: dict[Any, Any] = {}
     for equation in body.eqns:
         inputs = [value for value in equation.invars if not isinstance(value, Literal)]

@@ -38,7 +38,7 @@ def decay_and_scale(
     ) -> tuple[optax.Updates, optax.OptState]:
         assert isinstance(state, optax.ScaleByScheduleState)
 
-        def decayed(path: tuple[Any, ...], direction: jax.Array, param: jax.Array) -> jax.Array:
+        def decay_one(path: tuple[Any, ...], direction: jax.Array, param: jax.Array) -> jax.Array:
             own = settings[names(path)]
             if not own.weight_decay:
                 return direction
@@ -47,9 +47,10 @@ def decay_and_scale(
                 decay *= (1 + jnp.cos(jnp.pi * cast(jax.Array, completed(state.count)))) / 2
             if own.cautious_decay:
                 param = jnp.where(direction * param >= 0, param, 0)
-            return direction + decay * param
+            decayed: jax.Array = direction + decay * param
+            return decayed
 
-        updates = jax.tree_util.tree_map_with_path(decayed, updates, params)
+        updates = jax.tree_util.tree_map_with_path(decay_one, updates, params)
         updates, new_state = rate.update(updates, state, params)
         scaled = jax.tree_util.tree_map_with_path(lambda path, x: settings[names(path)].rate_ratio * x, updates)
         return scaled, new_state

@@ -41,12 +41,12 @@ class MuonState(NamedTuple):
     Attributes:
         num_updates: number of updates so far.
         momentum: momentum of each matrix, stored as `optimizer.moment_dtype`.
-        second_moment: second moments of each stack of matrices, [..., W] in float32; None without `beta2`.
+        second_moment: second moments of each stack of matrices, [..., W] in float32; without `beta2`, no arrays.
     """
 
     num_updates: jax.Array
     momentum: optax.Updates
-    second_moment: optax.Updates | None = None
+    second_moment: optax.Updates = optax.EmptyState()
 
 
 class Rescaling(NamedTuple):
@@ -131,8 +131,10 @@ def scale_by_muon(
         def zero_moment(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
             return jnp.zeros(second_moment_shape(param.shape, axes[names(path)]), jnp.float32)
 
-        second = jax.tree_util.tree_map_with_path(zero_moment, params) if rescaling.beta2 else None
-        return MuonState(jnp.zeros((), jnp.int32), zeros, second)
+        state = MuonState(jnp.zeros((), jnp.int32), zeros)
+        if rescaling.beta2:
+            state = state._replace(second_moment=jax.tree_util.tree_map_with_path(zero_moment, params))
+        return state
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
@@ -159,7 +161,7 @@ def scale_by_muon(
             )
             after.append((direction, moment, squares))
         directions, stored, second = zip(*after, strict=True)
-        second_moment = tree.unflatten(second) if rescaling.beta2 else None
+        second_moment = tree.unflatten(second) if rescaling.beta2 else state.second_moment
         return tree.unflatten(directions), MuonState(state.num_updates + 1, tree.unflatten(stored), second_moment)
 
     return optax.GradientTransformation(init, update)

@@ -34,10 +34,10 @@ def check_patterns(config: Config, names: Iterable[str]) -> None:
     names = list(names)
     for key in ('frozen_params', 'trainable_params'):
         for pattern in getattr(config.optimizer, key):
-            matches = [name for name in names if matches(name, pattern)]
-            if not matches:
+            found = [name for name in names if matches(name, pattern)]
+            if not found:
                 raise InputError(f'optimizer.{key}: {pattern!r} matches no parameter; choose from: {", ".join(names)}')
-            if key == 'trainable_params' and all(name.endswith((CODES, SCALES)) for name in matches):
+            if key == 'trainable_params' and all(name.endswith((CODES, SCALES)) for name in found):
                 raise InputError(
                     f'optimizer.{key}: {pattern!r} matches only quantized kernels, which cannot be trained; set '
                     'model.weight_quantization=float, or remove the pattern'

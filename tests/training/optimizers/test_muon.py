@@ -126,7 +126,7 @@ def test_a_momentum_in_fewer_bits_gives_nearly_the_same_directions(moments, erro
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('shape', [(4, 24, 96), (4, 96, 24)])
-@pytest.mark.parametrize(('method', 'low', 'high'), [('newton_schulz', 0.65, 1.25), ('polar_express', 0.85, 1.05)])
+@pytest.mark.parametrize(('method', 'low', 'high'), [('newton_schulz', 0.65, 1.25), ('polar_express', 0.78, 1.2)])
 def test_rows_or_columns_become_nearly_orthonormal(method, low, high, shape, dtype):
     matrices = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = jax.jit(orthogonalize, static_argnums=1)(matrices.astype(dtype), method)

@@ -95,6 +95,8 @@ def test_command_line_and_files_give_the_same_groups(tmp_path):
         'from maxlm.config.loading import default',
         'def get_config():',
         '    config = default()',
+        '    config.model.num_layers, config.model.dim, config.model.num_heads = 1, 8, 1',
+        '    config.data.seq_len, config.data.path = 8, "data"',
         '    config.train.num_steps = config.train.global_batch_size = 8',
         f'    config.optimizer.groups = {GROUPS!r}',
         '    return config',
