@@ -1,9 +1,9 @@
 """Transfer of hyperparameters from a small model to a wider and deeper one.
 
 Width: the maximal update parametrization of Yang et al. 2022, "Tensor Programs V" (table 3). Depth: Dey et al. 2025,
-"CompleteP" (α = 1). Both are written without multipliers in the model: instead of multiplying the logits by 1 / m and
-each residual branch by 1 / d, the head and the residual outputs have smaller initial values and learning rates. Adam and
-Muon do not depend on the scale of a gradient, so both forms give the same models, and exports need no multipliers.
+"CompleteP" (α = 1). The papers multiply the logits by 1 / m and each residual branch by 1 / d. Here, the head and the
+residual outputs have smaller initial values and learning rates instead. Both forms give the same models, because the
+updates of Adam and Muon do not depend on the scale of a gradient, and exported models need no multipliers.
 
 With m = dim / base_dim and d = num_layers / base_num_layers:
 

@@ -97,7 +97,7 @@ def test_factors_of_the_learning_rates():
     [
         (
             {'model__tie_embeddings': True},
-            'model.base_dim=16 with model.tie_embeddings=True: the head and the embedding',
+            'model.base_dim=16 with model.tie_embeddings=True: the head',
         ),
         ({'model__lora_rank': 2}, 'model.base_dim=16 with model.lora_rank=2: adapters are not scaled'),
         (
