@@ -86,13 +86,13 @@ class TorchTensors:
             InputError: the file is damaged.
         """
         with _opened(self._path) as archive:
-            content = self._content(archive, self._entries[name], limit=None)
+            content = self._content(archive, self._entries[name], is_small=False)
         values = np.frombuffer(content, self.dtypes[name])
         return values.astype(np.float32).reshape(self.shapes[name])
 
-    def _content(self, archive: zipfile.ZipFile, entry: str, *, limit: int | None = MAX_PICKLE_BYTES) -> bytes:
+    def _content(self, archive: zipfile.ZipFile, entry: str, *, is_small: bool = True) -> bytes:
         info = archive.getinfo(entry)
-        if info.compress_type != zipfile.ZIP_STORED or (limit is not None and info.file_size > limit):
+        if info.compress_type != zipfile.ZIP_STORED or (is_small and info.file_size > MAX_PICKLE_BYTES):
             raise InputError(f'{self._path}: {entry} is compressed or too large; use a file that nanochat saved')
         try:
             return archive.read(info)
