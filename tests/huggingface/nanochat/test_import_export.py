@@ -1,6 +1,7 @@
 """Checkpoints of nanochat are imported with equal logits, and exported with equal files."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -11,13 +12,15 @@ from maxlm.cli.models import hf
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.documents.messages import parse_messages
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.huggingface.nanochat.layout import model_config
 from maxlm.inference.load import load_model
 from maxlm.inference.prompts import text_prompt
 from maxlm.workdir.files import read_config
 from tests.huggingface.nanochat.files import Reference, save, save_tokenizer
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.parameters import decoder_graph, logits
+from tests.small import model_keys, small_config
 from tests.test_bad_input import assert_one_line
 
 FIRST = Reference('first')
@@ -88,7 +91,7 @@ def test_an_export_has_the_same_tensors_and_config(first, tmp_path):
 
 
 def test_compiled_bfloat16_and_unpadded_files(first, tmp_path):
-    directory, workdir = first
+    _, workdir = first
     unpadded = Reference('first')
     for name in ('transformer.wte.weight', 'lm_head.weight'):
         unpadded.weights[name] = unpadded.weights[name][:70]
@@ -148,7 +151,7 @@ def test_conversations_have_the_tokens_of_nanochat(with_tokenizer):
 
 
 def test_an_export_has_the_tokenizer(with_tokenizer, tmp_path):
-    directory, workdir, made = with_tokenizer
+    directory, workdir, _ = with_tokenizer
     run('export-nanochat', f'--checkpoint={workdir}', f'--output={tmp_path / "exported"}', '--dtype=bfloat16')
     again = imported(tmp_path / 'exported', tmp_path / 'again')
     assert (again / 'tokenizer.json').read_bytes() == (workdir / 'tokenizer.json').read_bytes()
@@ -175,7 +178,7 @@ def test_an_import_without_a_tokenizer_says_so(tmp_path, capfd):
         ({'n_layer': True}, ['n_layer=True']),
         ({'n_embd': 16.0}, ['n_embd=16.0']),
         ({'n_embd': float('nan')}, ['n_embd=nan']),
-        ({'n_embd': 2**20}, ['wte.weight has shape (128, 16), but (128, 1048576)']),
+        ({'n_embd': 2**18}, ['wte.weight has shape (128, 16), but (128, 262144)']),
         ({'n_embd': -16}, ['n_embd=-16']),
         ({'n_head': 0}, ['n_head=0']),
         ({'n_head': 3}, ['n_head=3: must divide n_embd=16']),
@@ -270,9 +273,21 @@ def test_directories_without_a_model_name_their_files(tmp_path, refused):
 
 
 def test_models_that_nanochat_cannot_express_are_not_exported(tmp_path, refused):
-    for name, part in (('llama', 'model.activation=swiglu'), ('gpt2', 'model.')):
-        make_workdir(tmp_path / name, MODELS[name])
-        refused('export-nanochat', f'--checkpoint={tmp_path / name}', parts=[part, 'nanochat of 2025 has'])
+    cases = {
+        'llama': ({'family': 'llama', 'ffn_dim': 128}, 'model.activation=swiglu'),
+        'base': ({'family': 'nanochat', 'rope_theta': 20_000.0}, 'model.rope_theta=20000.0'),
+        'window': (
+            {'family': 'nanochat', 'attention_pattern': 'SL', 'sliding_window': 5},
+            'model.attention_pattern=SL',
+        ),
+        'epsilon': ({'family': 'nanochat', 'norm_epsilon': 1e-3}, 'model.norm_epsilon=0.001'),
+        'cap': ({'family': 'nanochat', 'logit_softcap': 14.0}, 'model.logit_softcap=14.0'),
+    }
+    for name, (settings, part) in cases.items():
+        with pytest.raises(InputError, match=f'{re.escape(part)}: nanochat of 2025 has '):
+            model_config(small_config(**model_keys(vocab_size=61, **settings)).model)
+    make_workdir(tmp_path / 'run', MODELS['llama'])
+    refused('export-nanochat', f'--checkpoint={tmp_path / "run"}', parts=['nanochat of 2025 has', 'maxlm hf export'])
 
 
 def test_a_model_trained_here_is_exported(tmp_path, caplog):
