@@ -42,7 +42,7 @@ def random_params(config: Config, layout: Layout | None = None, *, std: float = 
     rng = np.random.default_rng(seed)
 
     def sample(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        center = 1 if path[-1].key == 'scale' else 0
+        center = 1 if path[-1].key in ('scale', 'residual_scales', 'smear_scale') else 0
         return (center + std * rng.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
 
     params: Params = jax.tree_util.tree_map_with_path(sample, abstract_params(config))

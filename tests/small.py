@@ -25,6 +25,13 @@ LATENT = {
     'model__qk_rope_head_dim': 6,
     'model__v_head_dim': 12,
 }
+# Options of the residual stream for models of two layers or more.
+STREAM = {
+    'model__residual_scale': True,
+    'model__embedding_residual': True,
+    'model__smear_channels': 5,
+    'model__backout_layer': 1,
+}
 # Three layers: one dense layer and two with experts.
 EXPERTS = {
     'model__family': 'llama',

@@ -30,6 +30,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.blocks import is_stacked
+from maxlm.model.layers.value_embedding import VALUE_TABLES
 from maxlm.model.layers.weight_only_quantization import CODES
 from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
@@ -38,7 +39,7 @@ from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.step_dirs import to_path
 
 # Parameter → its vocabulary axis.
-VOCABULARY = {'embedding': 0, 'head.kernel': 1}
+VOCABULARY = {'embedding': 0, 'head.kernel': 1, VALUE_TABLES: 1}
 POSITIONS = 'position_embedding'
 
 

@@ -111,6 +111,12 @@ def check_layout(config: Config) -> None:
             'multi-token prediction supports neither pipelines nor context parallelism; set both to 1, or '
             'model.mtp_depth=0'
         )
+    if mesh.stage > 1 and model.value_embedding_pattern and model.num_dense_layers:
+        raise InputError(
+            f'mesh.stage={mesh.stage} with model.value_embedding_pattern={model.value_embedding_pattern}: pipelines do '
+            f'not support value embeddings with first dense layers (model.num_dense_layers={model.num_dense_layers}); '
+            "set mesh.stage=1, or model.value_embedding_pattern=''"
+        )
     if mesh.stage > 1:
         check_stages(config)
     elif mesh.num_pipeline_repeats > 1:
@@ -143,7 +149,8 @@ def check_stages(config: Config) -> None:
     mesh, model = config.mesh, config.model
     # All stages have the first dense layers of a model with experts.
     layers = model.num_layers - model.num_dense_layers
-    chunks, period = mesh.stage * mesh.num_pipeline_repeats, len(model.attention_pattern)
+    patterns = {key: len(getattr(model, key)) for key in ('attention_pattern', 'value_embedding_pattern')}
+    chunks, period = mesh.stage * mesh.num_pipeline_repeats, model.layer_period
     if layers % (chunks * period):
         periods = layers // period if layers % period == 0 else 0
         working = [
@@ -153,7 +160,8 @@ def check_stages(config: Config) -> None:
             if stage > 1 and _num_devices(config) % stage == 0
         ]
         dense = f' without model.num_dense_layers={model.num_dense_layers}' if model.num_dense_layers else ''
-        needs = f', each a multiple of the {period} of model.attention_pattern' if period > 1 else ''
+        repeated = ' and '.join(f'model.{key}' for key, length in patterns.items() if length > 1)
+        needs = f', each a multiple of the {period} of {repeated}' if period > 1 else ''
         raise InputError(
             f'mesh.stage={mesh.stage} × mesh.num_pipeline_repeats={mesh.num_pipeline_repeats} does not split '
             f'model.num_layers={model.num_layers}{dense} into equal parts{needs}; use one of: '

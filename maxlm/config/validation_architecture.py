@@ -26,11 +26,13 @@ _SIZES = ('qk_nope_head_dim', 'qk_rope_head_dim', 'v_head_dim')
 
 
 def check_architecture(model: ModelConfig) -> None:
-    """Raises InputError for contradicting settings of latent attention, positions, attention pattern or norms."""
+    """Raises InputError for contradicting settings of attention, positions, norms or the residual stream."""
     _check_latent_attention(model)
     _check_rotary(model)
     _check_attention_pattern(model)
+    _check_value_embeddings(model)
     _check_norms(model)
+    _check_stream(model)
 
 
 def _check_latent_attention(model: ModelConfig) -> None:
@@ -62,6 +64,8 @@ def _check_latent_attention(model: ModelConfig) -> None:
         'qk_norm': (False, bool(model.qk_norm)),
         'attention_sinks': (False, bool(model.attention_sinks)),
         'attention_multiplier': (0.0, model.attention_multiplier),
+        'relative_attention_multiplier': (1.0, model.relative_attention_multiplier),
+        'value_embedding_pattern': ('', model.value_embedding_pattern),
         'attention_softcap': (0.0, model.attention_softcap),
     }
     for key, (expected, found) in required.items():
@@ -139,6 +143,36 @@ def _check_attention_pattern(model: ModelConfig) -> None:
         )
 
 
+def _check_value_embeddings(model: ModelConfig) -> None:
+    pattern, channels = model.value_embedding_pattern, model.value_gate_channels
+    if pattern and not ('V' in pattern and set(pattern) <= set('NV')):
+        raise InputError(
+            f'model.value_embedding_pattern={pattern}: use the letters V (value embedding) and N (none), with at least '
+            "one V, e.g. NV, or '' for none"
+        )
+    if len(pattern) > model.num_layers:
+        raise InputError(
+            f'model.value_embedding_pattern={pattern} has {len(pattern)} letters for {model.num_layers} layers; use at '
+            'most one letter per layer'
+        )
+    if channels and not pattern:
+        raise InputError(
+            f'model.value_gate_channels={channels} has no effect without value embeddings; set '
+            'model.value_embedding_pattern, or set model.value_gate_channels=0'
+        )
+    if channels > model.dim:
+        raise InputError(
+            f'model.value_gate_channels={channels} is above model.dim={model.dim}, the number of channels of the input '
+            f'of attention; set it to {model.dim} or less'
+        )
+    relative, absolute = model.relative_attention_multiplier, model.attention_multiplier
+    if relative != 1 and absolute:
+        raise InputError(
+            f'model.relative_attention_multiplier={relative} with model.attention_multiplier={absolute}: set '
+            'model.attention_multiplier=0, or include the factor in it and set model.relative_attention_multiplier=1'
+        )
+
+
 def _check_norms(model: ModelConfig) -> None:
     if model.parallel_residual and model.norm_placement != 'pre':
         raise InputError(
@@ -149,6 +183,19 @@ def _check_norms(model: ModelConfig) -> None:
         raise InputError(
             'model.norm_unit_offset=True with model.norm_use_scale=False: the norms have no scale; set '
             'model.norm_unit_offset=False'
+        )
+
+
+def _check_stream(model: ModelConfig) -> None:
+    if model.smear_channels > model.dim:
+        raise InputError(
+            f'model.smear_channels={model.smear_channels} exceeds model.dim={model.dim}, the channels of an embedding; '
+            f'set it to {model.dim} or less'
+        )
+    if model.backout_layer >= model.num_layers:
+        raise InputError(
+            f'model.backout_layer={model.backout_layer}: the layers are numbered from 0 to {model.num_layers - 1} '
+            f'(model.num_layers={model.num_layers}); nanochat uses {model.num_layers // 2}; -1 switches it off'
         )
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxlm.model.smear import NO_TOKEN
+
 # Minimum length of a shared prefix, in tokens.
 MIN_SHARED_TOKENS = 8
 # Maximum size of a tree with several texts, in tokens: attention cost is quadratic in it.
@@ -32,12 +34,14 @@ class FlattenedTree(NamedTuple):
         tokens: token ids.
         ends: end (exclusive) of the range of tokens that attend to each token.
         depths: depth of each token, which is its position in its texts.
+        previous: id of the token before each token in its texts, or `maxlm.model.smear.NO_TOKEN`.
         paths: for each text, the indices of its tokens.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
     depths: np.ndarray
+    previous: np.ndarray
     paths: list[np.ndarray]
 
 
@@ -70,6 +74,7 @@ def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
     """Flattens the texts of one tree, which must be sorted by their tokens."""
     tokens: list[np.ndarray] = []
     depths: list[np.ndarray] = []
+    previous_ids: list[np.ndarray] = []
     paths: list[np.ndarray] = []
     size, previous = 0, np.zeros(0, np.int32)
     end = np.zeros(sum(map(len, texts)), np.int32)
@@ -80,12 +85,15 @@ def flatten(texts: Sequence[Sequence[int]]) -> FlattenedTree:
         # No later token attends to these.
         end[path[shared:]] = size
         tokens.append(current[shared:])
+        previous_ids.append(np.insert(current, 0, NO_TOKEN)[shared : len(current)])
         depths.append(np.arange(shared, len(current), dtype=np.int32))
         path = np.concatenate([path[:shared], np.arange(size, size + len(current) - shared, dtype=np.int32)])
         paths.append(path)
         size, previous = size + len(current) - shared, current
     end[path] = size
-    return FlattenedTree(np.concatenate(tokens), end[:size], np.concatenate(depths), paths)
+    return FlattenedTree(
+        np.concatenate(tokens), end[:size], np.concatenate(depths), np.concatenate(previous_ids), paths
+    )
 
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:

@@ -101,11 +101,12 @@ class LogprobScorer:
             )
 
         def forward_trees(
-            params: Params, tokens_BT: jax.Array, ends_BT: jax.Array, positions_BT: jax.Array
+            params: Params, tokens_BT: jax.Array, ends_BT: jax.Array, positions_BT: jax.Array, previous_BT: jax.Array
         ) -> jax.Array:
-            arrays = (layout.constrain(x, ('batch', 'length')) for x in (tokens_BT, ends_BT, positions_BT))
-            tokens, ends, positions = arrays
-            return build_decoder(params)(tokens, ends_BT=ends, positions_BT=positions)[0]
+            arrays = (tokens_BT, ends_BT, positions_BT, previous_BT)
+            tokens, ends, positions, previous = (layout.constrain(x, ('batch', 'length')) for x in arrays)
+            decoder = build_decoder(params)
+            return decoder(tokens, ends_BT=ends, positions_BT=positions, previous_BT=previous)[0]
 
         def forward(params: Params, tokens_BT: jax.Array, segments_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
             T = tokens_BT.shape[1]
@@ -169,9 +170,12 @@ class LogprobScorer:
                 members = [[[sequences[index] for index in trees[number].texts] for number in row] for row in rows]
                 flattened = [[flatten([sequence.tokens for sequence in tree]) for tree in row] for row in members]
                 shares_prefix = any(len(tree) > 1 for row in members for tree in row)
-                tokens, segments, ends, positions = _batch_arrays(flattened, self._padded_rows(len(rows), T), T)
-                forward, visibility = (self._forward_trees, ends) if shares_prefix else (self._forward, segments)
-                hidden_BTD = forward(self.params, *map(self._to_devices, (tokens, visibility, positions)))
+                arrays = _batch_arrays(flattened, self._padded_rows(len(rows), T), T)
+                tokens, segments, ends, positions, previous = map(self._to_devices, arrays)
+                if shares_prefix:
+                    hidden_BTD = self._forward_trees(self.params, tokens, ends, positions, previous)
+                else:
+                    hidden_BTD = self._forward(self.params, tokens, segments, positions)
                 targets = _scored_tokens(members, flattened, requests)
                 for first in range(0, len(targets), LOGITS_CHUNK):
                     chunk = targets[first : first + LOGITS_CHUNK]
@@ -282,16 +286,19 @@ def windows(tokens: Sequence[int], prefix: Sequence[int], max_length: int) -> li
 
 
 def _batch_arrays(rows: Sequence[Sequence[FlattenedTree]], B: int, T: int) -> np.ndarray:
-    """Returns tokens, tree numbers, ends and positions, int32 [4, B, T]. A padding token attends only to itself."""
-    arrays = np.zeros((4, B, T), np.int32)
-    tokens, segments, ends, positions = arrays
+    """Returns tokens, tree numbers, ends, positions and previous tokens, int32 [5, B, T].
+
+    A padding token attends only to itself.
+    """
+    arrays = np.zeros((5, B, T), np.int32)
+    tokens, segments, ends, positions, previous = arrays
     ends[:] = np.arange(1, T + 1)
     for row, trees in enumerate(rows):
         start = 0
         for segment, tree in enumerate(trees, start=1):
             slot = row, slice(start, start + len(tree.tokens))
             tokens[slot], segments[slot], positions[slot] = tree.tokens, segment, tree.depths
-            ends[slot] = tree.ends + start
+            ends[slot], previous[slot] = tree.ends + start, tree.previous
             start += len(tree.tokens)
     return arrays
 

@@ -5,7 +5,7 @@ Shapes: B batch, T query length, S key length, D dim, L layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,9 @@ from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
+from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding, value_layers
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.stream import Stream
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 
@@ -61,6 +63,8 @@ class Context(NamedTuple):
         rotary: angles of the positions; None without rotary embedding.
         local_rotary: angles for the layers with a sliding window.
         score_divisor: additional divisor of the attention scores, a float32 scalar; None: 1.
+        tokens_BT: token ids, for value embeddings.
+        values: value embeddings of the model, or of the layer in the context of a layer; None without them.
     """
 
     masks: dict[int, jax.Array | None]
@@ -70,11 +74,22 @@ class Context(NamedTuple):
     rotary: Rotary | None
     local_rotary: Rotary | None
     score_divisor: jax.Array | None = None
+    tokens_BT: jax.Array | None = None
+    values: ValueEmbeddings | None = None
 
-    def for_layer(self, kind: str, score_divisor: jax.Array | None = None) -> Context:
-        """Returns the context with the values of a layer, whose kind is its letter in `model.attention_pattern`."""
+    def for_layer(
+        self, kind: str, score_divisor: jax.Array | None = None, values: ValueEmbeddings | None = None
+    ) -> Context:
+        """Returns the context of a layer, whose kind is its letter in `model.attention_pattern`."""
         rotary = {'L': self.rotary, 'S': self.local_rotary, 'N': None}[kind]
-        return self._replace(rotary=rotary, score_divisor=score_divisor)
+        return self._replace(rotary=rotary, score_divisor=score_divisor, values=values)
+
+    def added_values(self, x_BTD: jax.Array, num_heads: int, partitioning: Partitioning) -> jax.Array | None:
+        """Returns `value_embedding` of a layer with the input `x_BTD` of attention; None if the layer has none."""
+        if self.values is None:
+            return None
+        assert self.tokens_BT is not None, 'value embeddings need the token ids'
+        return value_embedding(self.values, x_BTD, self.tokens_BT, num_heads, partitioning)
 
 
 class Block(nnx.Module):
@@ -96,6 +111,7 @@ class Block(nnx.Module):
         self.feedforward_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
         self.parallel_residual = config.parallel_residual
         self.residual_multiplier = config.residual_multiplier
+        self.num_kv_heads = config.num_kv_heads
         self.dropout = config.dropout
         self.partitioning = partitioning
         weights = weights_of(config)
@@ -122,6 +138,7 @@ class Block(nnx.Module):
                 cache_indices=context.cache_indices[window],
                 rotary=context.rotary,
                 score_divisor=context.score_divisor,
+                added_v_BTKH=context.added_values(normed_BTD, self.num_kv_heads, self.partitioning),
                 window=window,
                 cache=cache,
             )
@@ -160,18 +177,31 @@ def block_class(config: ModelConfig) -> type[Block]:
     return found
 
 
+def stack_modules(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs, axis: str) -> nnx.Module:
+    """Returns one module for `num` modules; its parameters have a leading axis with the logical name `axis`."""
+    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    keys = jax.random.split(rngs.params(), num)
+    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+
+    def name_axis(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(axes=(axis, *variable.axes))
+
+    state = jax.tree.map(name_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.merge(graph, state)
+
+
 def run_layers(
     graph: Any,
     config: ModelConfig,
     partitioning: Partitioning,
     kinds: str,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     inputs_L: Any,
     caches: dict[int, Cache] | None = None,
     first_layers: Mapping[int, int] | None = None,
     first_layer: jax.Array | int = 0,
-) -> tuple[jax.Array, dict[int, Cache] | None, RouterStats | None]:
+) -> tuple[Stream, dict[int, Cache] | None, RouterStats | None]:
     """Runs consecutive layers in order.
 
     Args:
@@ -180,12 +210,12 @@ def run_layers(
         partitioning: partitioning of the model.
         kinds: letter of each layer in the attention pattern, starting at the first letter of the pattern. The last
             period of the pattern may be incomplete.
-        x_BTD: input stream.
+        stream: input stream.
         context: arguments that the layers share.
         inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
         caches: caches of all layers by window.
         first_layers: index of the first of these layers in the cache of each window; None: 0.
-        first_layer: index of the first of these layers in the model.
+        first_layer: index of the first of these layers in the model. If it is traced, they are a chunk of a pipeline.
 
     Returns:
         The stream, the updated caches, and the statistics of the routers, stacked over the layers.
@@ -196,70 +226,114 @@ def run_layers(
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
-    inputs_L = (*inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
+    scales_L = stream.scales.of_layers(first_layer, L)
+    inputs_L = (scales_L, *inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
+    has_values, values = _values_of(context.values, config, first_layer, L)
 
-    def make_layer(kind: str, index: int, in_loop: bool) -> Callable[[Any, Any], Any]:
+    def make_layer(kind: str, index: int, value_index: int, in_loop: bool) -> Callable[[Any, Any, Any], Any]:
         window = window_of(kind, config)
 
-        def layer(carry: Any, inputs: Any) -> tuple[Any, RouterStats | None]:
+        def layer(carry: Any, inputs: Any, values: Any) -> tuple[Any, RouterStats | None]:
             x_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
-            block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
+            scales, block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
             block = fetch(block, slots)
-            x_BTD = checkpoint_name(x_BTD, LAYER_INPUT)
+            x_BTD = scales.mix(checkpoint_name(x_BTD, LAYER_INPUT), stream.input_BTD)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
-            layer_context = context.for_layer(kind, divisor)
+            layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf: leaf[value_index], values))
             x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
             return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
-    def run_in_order(carry: Any, inputs: Any, kinds: str, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        parts = [inputs] * len(kinds) if in_loop else _unstack(inputs, len(kinds))
-        routers = []
-        for index, kind in enumerate(kinds):
-            carry, router = make_layer(kind, index if in_loop else 0, in_loop)(carry, parts[index])
+    def run_in_order(carry: Any, stacks: Any, layers: slice, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
+        routers, (x_BTD, backout_BTD, caches) = [], carry
+        inputs, values = (_in_order(stack, num, in_loop) for stack, num in zip(stacks, sizes(layers), strict=True))
+        for kind, has_value in zip(kinds[layers], has_values[layers], strict=True):
+            (own, index), (value, value_index) = next(inputs), next(values) if has_value else (None, 0)
+            layer = make_layer(kind, index, value_index, in_loop)
+            (x_BTD, caches), router = layer((x_BTD, caches), own, value)
+            # Outside of the rematerialized function, which saves its inputs.
+            backout_BTD = own[0].of_layer(index).keep(backout_BTD, x_BTD)
             routers.append(router)
-        return carry, jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
+        return (x_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
-    # The loop body is one period of the attention pattern, because the window of a kernel must be known at compile
+    def sizes(layers: slice) -> tuple[int, int]:
+        return len(kinds[layers]), sum(has_values[layers])
+
+    # The loop body is one period of the patterns of layers, because the window of a kernel must be known at compile
     # time. Layers after the last complete period follow the loop.
-    period = len(config.attention_pattern) if config.scan_layers else L
+    period = config.layer_period if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry, routers = (x_BTD, caches), []
+    carry, routers, stacks = (stream.x_BTD, stream.backout_BTD, caches), [], (inputs_L, values)
     if looped:
-        inputs = jax.tree.map(lambda leaf: leaf[:looped].reshape(-1, period, *leaf.shape[1:]), inputs_L)
-        run_period = partial(run_in_order, kinds=kinds[:period], in_loop=True)
-        carry, router = jax.lax.scan(run_period, carry, inputs)
+        within, per_body = sizes(slice(0, looped)), sizes(slice(0, period))
+        parts = [
+            jax.tree.map(lambda leaf, end=end, num=num: leaf[:end].reshape(-1, num, *leaf.shape[1:]), stack)
+            for stack, end, num in zip(stacks, within, per_body, strict=True)
+        ]
+        run_period = partial(run_in_order, layers=slice(0, period), in_loop=True)
+        carry, router = jax.lax.scan(run_period, carry, parts)
         routers.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), router))
     if looped < L:
-        inputs = jax.tree.map(lambda leaf: leaf[looped:], inputs_L)
-        carry, router = run_in_order(carry, inputs, kinds[looped:], in_loop=False)
+        starts = sizes(slice(0, looped))
+        parts = [
+            jax.tree.map(lambda leaf, start=start: leaf[start:], stack)
+            for stack, start in zip(stacks, starts, strict=True)
+        ]
+        carry, router = run_in_order(carry, parts, slice(looped, L), in_loop=False)
         routers.append(router)
-    return *carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
+    x_BTD, backout_BTD, caches = carry
+    stream = stream._replace(x_BTD=x_BTD, backout_BTD=backout_BTD)
+    return stream, caches, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
 
 
 def run_layers_unrolled(
     graphs: Sequence[Any],
     config: ModelConfig,
-    x_BTD: jax.Array,
+    stream: Stream,
     context: Context,
     blocks: Sequence[Any],
     caches: Sequence[list[Cache]],
-) -> tuple[jax.Array, list[list[Cache]]]:
+) -> tuple[Stream, list[list[Cache]]]:
     """Runs all layers with separate arrays for the parameters and cache of each layer.
 
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
     `run_layers`, as lists over layers, without statistics.
     """
-    updated = []
+    updated, has_values = [], value_layers(config)
     layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
     for index, (graph, kind, window, block, parts) in enumerate(layers):
-        layer_context = context.for_layer(kind, jnp.float32(index + 1) if config.attention_scale_by_layer else None)
+        divisor = jnp.float32(index + 1) if config.attention_scale_by_layer else None
+        number, values = sum(has_values[:index]), context.values if has_values[index] else None
+        layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf, n=number: leaf[n], values))
+        of_layer = stream.scales.of_layer(index)
+        x_BTD = of_layer.mix(stream.x_BTD, stream.input_BTD)
         x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
+        stream = stream._replace(x_BTD=x_BTD, backout_BTD=of_layer.keep(stream.backout_BTD, x_BTD))
         updated.append(cache.blocks)
-    return x_BTD, updated
+    return stream, updated
+
+
+def _values_of(
+    values: ValueEmbeddings | None, config: ModelConfig, first_layer: jax.Array | int, num: int
+) -> tuple[list[bool], ValueEmbeddings | None]:
+    """Returns which of `num` layers have a value embedding, and these embeddings."""
+    if values is None:
+        return [False] * num, None
+    has_values = value_layers(config)
+    if not isinstance(first_layer, int):
+        # A chunk of a pipeline has complete periods, and its context has only its own embeddings.
+        return has_values[:num], values
+    own, before = has_values[first_layer : first_layer + num], sum(has_values[:first_layer])
+    return own, jax.tree.map(lambda leaf: leaf[before : before + sum(own)], values) if any(own) else None
+
+
+def _in_order(stacked: Any, num: int, in_loop: bool) -> Iterator[tuple[Any, int]]:
+    """Yields for each of `num` layers an array stacked over layers, and the layer's index in it."""
+    parts = [stacked] * num if in_loop else _unstack(stacked, num)
+    return zip(parts, range(num) if in_loop else [0] * num, strict=True)
 
 
 def _unstack(stacked: Any, num: int) -> list[Any]:

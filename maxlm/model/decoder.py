@@ -6,7 +6,7 @@ Shapes: B batch, T query length, S key length, D dim, V vocabulary, L layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,19 +15,30 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.tree import TokenTree
-from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, run_layers, run_layers_unrolled
+from maxlm.model.blocks import (
+    ACTIVATION_AXES,
+    Context,
+    block_class,
+    dropout,
+    run_layers,
+    run_layers_unrolled,
+    stack_modules,
+)
 from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window
 from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
-from maxlm.model.layers.masks import causal_mask, layer_kinds, layer_windows
+from maxlm.model.layers.masks import document_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
+from maxlm.model.layers.value_embedding import looked_up, value_parameters, values_of
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
+from maxlm.model.smear import smear
+from maxlm.model.stream import Stream, first_stream, make_parameters, without_backout
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
 
@@ -53,7 +64,7 @@ class Decoder(nnx.Module):
         # Layers of a stack have equal parameters. Every stage of a pipeline has the first dense layers.
 
         def stacked(config: ModelConfig, num: int, axis: str) -> nnx.Module:
-            return _stacked(lambda rngs: make_block(config, partitioning=partitioning, rngs=rngs), num, rngs, axis)
+            return stack_modules(lambda rngs: make_block(config, partitioning=partitioning, rngs=rngs), num, rngs, axis)
 
         self.dense_blocks = stacked(dense, num_dense, 'dense_layers') if num_dense else None
         self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
@@ -74,7 +85,13 @@ class Decoder(nnx.Module):
         def make_mtp(rngs: nnx.Rngs) -> MtpModule:
             return MtpModule(config, partitioning=partitioning, rngs=rngs)
 
-        self.mtp = _stacked(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
+        self.mtp = stack_modules(make_mtp, config.mtp_depth, rngs, 'layers') if config.mtp_depth else None
+        # Last, so that the other parameters have the same initial values without these options.
+        self.value_embeddings, self.value_gates = value_parameters(config, rngs)
+        of_stream = make_parameters(config, rngs)
+        self.residual_scales, self.embedding_scales = of_stream.residual_scales, of_stream.embedding_scales
+        self.smear_gate, self.smear_scale = of_stream.smear_gate, of_stream.smear_scale
+        self.backout_scale = of_stream.backout_scale
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -87,6 +104,7 @@ class Decoder(nnx.Module):
         segments_BT: jax.Array | None = None,
         ends_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
+        previous_BT: jax.Array | None = None,
         cache: Caches | None = None,
         first_row: jax.Array | int = 0,
         length_B: jax.Array | None = None,
@@ -107,6 +125,9 @@ class Decoder(nnx.Module):
             ends_BT: replaces `segments_BT` for rows of token trees (`maxlm.model.attention.tree`): index after the last
                 token that attends to this one. It does not support gradients, caches, pipelines or a sharded length.
             positions_BT: position of each token in its document; None: 0, 1, 2, …
+            previous_BT: id of the token before each token, or `maxlm.model.smear.NO_TOKEN`. A model with
+                `model.smear_channels` requires it together with `ends_BT` or `cache`. None: the previous of the row, if
+                it is of the same document.
             cache: keys and values of earlier calls. Queries then attend to the positions up to their own, and
                 `segments_BT` must be None.
             first_row: row of the cache that corresponds to row 0 of the call.
@@ -122,27 +143,31 @@ class Decoder(nnx.Module):
         B, T = tokens_BT.shape
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
-        table_VD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'))
-        x_BTD = look_up(table_VD, tokens_BT, ('vocab', 'embed'), self.partitioning)
-        if config.embedding_multiplier != 1:
-            x_BTD = x_BTD * config.embedding_multiplier
-        if self.position_embedding is not None:
-            table = self.position_embedding[...].astype(config.dtype)
-            table = self.partitioning.gathered(table, ('position', 'embed'))
-            x_BTD = x_BTD + look_up(table, positions_BT, ('position', 'embed'), self.partitioning)
-        if self.embedding_norm is not None:
-            x_BTD = self.embedding_norm(x_BTD)
+        x_BTD = self._embed(tokens_BT, positions_BT)
+        if self.smear_gate is not None:
+            is_complete = cache is None and ends_BT is None
+            assert is_complete or previous_BT is not None, 'calls with a cache or trees pass the previous tokens'
+            inputs, parameters = (
+                (tokens_BT, positions_BT, segments_BT, previous_BT),
+                (self.smear_gate, self.smear_scale),
+            )
+            x_BTD = smear(x_BTD, self._embed, *inputs, *(x[...] for x in parameters), self.partitioning)
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         x_BTD = dropout(self.partitioning.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 
+        stream = first_stream(config, x_BTD, self.residual_scales, self.embedding_scales)
         keys_L = None if blocks_key is None else jax.random.split(blocks_key, (micro_batches, config.num_layers))
         if self.partitioning.num_shards('layers') > 1:
             assert cache is None, 'a pipeline has no cache'
             assert ends_BT is None, 'a pipeline has no trees'
-            x_BTD, router = self._run_pipeline(x_BTD, segments_BT, positions_BT, keys_L, micro_batches)
+            stream, router = self._run_pipeline(stream, tokens_BT, segments_BT, positions_BT, keys_L, micro_batches)
         else:
             assert micro_batches == 1, 'without stages micro-batches come one at a time'
             context = self._context(segments_BT, positions_BT, cache, first_row, length_B)
+            values = values_of(self.value_embeddings, self.value_gates)
+            if values is not None and cache is not None:
+                values = looked_up(values, tokens_BT, self.partitioning)
+            context = context._replace(tokens_BT=tokens_BT, values=values)
             if ends_BT is not None:
                 assert cache is None, 'rows of trees have no cache'
                 context = context._replace(tree=TokenTree(ends_BT, positions_BT))
@@ -153,21 +178,21 @@ class Decoder(nnx.Module):
                 graphs = [graph] * len(kinds)
                 if self.dense_blocks is not None:
                     graphs[:num_dense] = [nnx.split(self.dense_blocks)[0]] * num_dense
-                x_BTD, cache = run_layers_unrolled(graphs, config, x_BTD, context, blocks, cache)
+                stream, cache = run_layers_unrolled(graphs, config, stream, context, blocks, cache)
                 router = None
             else:
                 assert not isinstance(cache, list), 'a cache for each layer goes with parameters of each'
                 keys = None if keys_L is None else keys_L[0]
-                x_BTD, cache = self._run_dense_layers(x_BTD, context, keys, cache)
+                stream, cache = self._run_dense_layers(stream, context, keys, cache)
                 inputs_L = (nnx.to_pure_dict(blocks_L), slots, None if keys is None else keys[num_dense:])
                 windows = layer_windows(config)
                 firsts = {window: windows[:num_dense].count(window) for window in windows}
-                x_BTD, cache, router = run_layers(
+                stream, cache, router = run_layers(
                     graph,
                     config,
                     self.partitioning,
                     kinds[num_dense:],
-                    x_BTD,
+                    stream,
                     context,
                     inputs_L,
                     cache,
@@ -175,7 +200,7 @@ class Decoder(nnx.Module):
                     num_dense,
                 )
                 router = jax.tree.map(lambda leaf: leaf[None], router)
-        hidden_BTD = self.final_norm(x_BTD)
+        hidden_BTD = self.final_norm(without_backout(stream, self.backout_scale))
         return hidden_BTD if config.logits_scaling == 1 else hidden_BTD / config.logits_scaling, cache, router
 
     def mtp_hidden(
@@ -242,6 +267,19 @@ class Decoder(nnx.Module):
         # The unpadded vocabulary does not divide over the devices, so it is replicated.
         return self.partitioning.constrain(logits_BTV, ('rows', 'length', 'activation'))[..., : self.config.vocab_size]
 
+    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Returns the embeddings [B, T, D] of tokens at positions."""
+        config = self.config
+        table_VD = self._used(self.embedding[...].astype(config.dtype), ('vocab', 'embed'))
+        x_BTD = look_up(table_VD, tokens_BT, ('vocab', 'embed'), self.partitioning)
+        if config.embedding_multiplier != 1:
+            x_BTD = x_BTD * config.embedding_multiplier
+        if self.position_embedding is not None:
+            table = self.position_embedding[...].astype(config.dtype)
+            table = self.partitioning.gathered(table, ('position', 'embed'))
+            x_BTD = x_BTD + look_up(table, positions_BT, ('position', 'embed'), self.partitioning)
+        return x_BTD if self.embedding_norm is None else self.embedding_norm(x_BTD)
+
     def _used(self, table: jax.Array, axes: Axes) -> jax.Array:
         """Returns a vocabulary table for products and lookups, padded and gathered."""
         return self.partitioning.gathered(self.partitioning.pad_vocabulary(table, axes), axes)
@@ -266,7 +304,7 @@ class Decoder(nnx.Module):
         # In ring attention each device computes the masks of the keys that it receives.
         elif self.partitioning.num_shards('length') == 1:
             T = positions_BT.shape[1]
-            masks = {window: _mask(T, segments_BT, window) for window in windows}
+            masks = {window: document_mask(T, segments_BT, window) for window in windows}
         rotary = local_rotary = None
         if config.position_embedding == 'rotary':
             rotary = local_rotary = rotary_angles(positions_BT, config, length_B)
@@ -276,25 +314,26 @@ class Decoder(nnx.Module):
         return Context(masks, segments_BT, None, cache_indices, rotary, local_rotary)
 
     def _run_dense_layers(
-        self, x_BTD: jax.Array, context: Context, keys_L: jax.Array | None, cache: dict[int, Cache] | None
-    ) -> tuple[jax.Array, dict[int, Cache] | None]:
+        self, stream: Stream, context: Context, keys_L: jax.Array | None, cache: dict[int, Cache] | None
+    ) -> tuple[Stream, dict[int, Cache] | None]:
         """Runs the first dense layers of a model with experts. `keys_L` has the dropout keys of all layers."""
         num = self.config.num_dense_layers
         if self.dense_blocks is None:
-            return x_BTD, cache
+            return stream, cache
         graph, blocks_L = nnx.split(self.dense_blocks)
         inputs_L = (nnx.to_pure_dict(blocks_L), None, None if keys_L is None else keys_L[:num])
         kinds = layer_kinds(self.config)[:num]
-        return run_layers(graph, self.config, self.partitioning, kinds, x_BTD, context, inputs_L, cache)[:2]
+        return run_layers(graph, self.config, self.partitioning, kinds, stream, context, inputs_L, cache)[:2]
 
     def _run_pipeline(
         self,
-        x_BTD: jax.Array,
+        stream: Stream,
+        tokens_BT: jax.Array,
         segments_BT: jax.Array | None,
         positions_BT: jax.Array,
         keys_ML: jax.Array | None,
         micro_batches: int,
-    ) -> tuple[jax.Array, RouterStats | None]:
+    ) -> tuple[Stream, RouterStats | None]:
         """Runs the blocks as a pipeline. Row r is in micro-batch r mod M, so no row moves to another device."""
         config, stages, repeats = self.config, self.partitioning.num_shards('layers'), self.partitioning.repeats
         graph, blocks_L = nnx.split(self.blocks)
@@ -307,39 +346,43 @@ class Decoder(nnx.Module):
             x_MB = x_B.reshape(-1, micro_batches, *x_B.shape[1:]).swapaxes(0, 1)
             return self.partitioning.constrain(x_MB, axes)
 
-        def run(blocks: Any, x_BTD: jax.Array, side: Any, first_layer: jax.Array) -> tuple[jax.Array, Any]:
-            segments_BT, positions_BT, keys_L = side
+        def run(params: Any, packed: jax.Array, side: Any, first_layer: jax.Array) -> tuple[jax.Array, Any]:
+            (blocks, variables), (tokens_BT, segments_BT, positions_BT, keys_L) = params, side
             keys = None if keys_L is None else jax.lax.dynamic_slice_in_dim(keys_L, num_dense + first_layer, layers)
             context = self._context(segments_BT, positions_BT, None, 0, None)
+            context = context._replace(tokens_BT=tokens_BT, values=values_of(*variables))
             inputs_L = (blocks, None, keys)
-            x_BTD, _, router = run_layers(
+            result, _, router = run_layers(
                 graph,
                 config,
                 self.partitioning,
                 kinds,
-                x_BTD,
+                stream.unpacked(packed),
                 context,
                 inputs_L,
                 first_layer=num_dense + first_layer,
             )
-            return x_BTD, router
+            return result.packed(), router
 
         def run_dense(inputs: Any) -> jax.Array:
-            x_BTD, (segments_BT, positions_BT, keys_L) = inputs
+            packed, (_, segments_BT, positions_BT, keys_L) = inputs
             context = self._context(segments_BT, positions_BT, None, 0, None)
-            return self._run_dense_layers(x_BTD, context, keys_L, None)[0]
+            return self._run_dense_layers(stream.unpacked(packed), context, keys_L, None)[0].packed()
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
             return variable.replace(self.partitioning.constrain(variable[...], axes))
 
-        side_M = (*(None if x is None else split(x) for x in (segments_BT, positions_BT)), keys_ML)
-        x_MBTD = split(x_BTD)
+        variables = (self.value_embeddings, self.value_gates)
+        of_tokens = (tokens_BT if self.value_embeddings is not None else None, segments_BT, positions_BT)
+        side_M = (*(None if x is None else split(x) for x in of_tokens), keys_ML)
+        packed = stream.packed()
+        x_MBTD = split(packed)
         if num_dense:
             x_MBTD = jax.lax.map(run_dense, (x_MBTD, side_M))
         y_MBTD, router = run_pipeline(
             run,
-            blocks_L,
+            (blocks_L, variables),
             x_MBTD,
             side_M,
             stages=stages,
@@ -347,7 +390,7 @@ class Decoder(nnx.Module):
             constrain=self.partitioning.constrain,
             place_params=lambda blocks: jax.tree.map(place, blocks, is_leaf=lambda x: isinstance(x, nnx.Variable)),
         )
-        return y_MBTD.swapaxes(0, 1).reshape(x_BTD.shape), router
+        return stream.unpacked(y_MBTD.swapaxes(0, 1).reshape(packed.shape)), router
 
 
 def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
@@ -357,24 +400,3 @@ def without_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     is_token = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < vocab_size
     # The value is finite, because an entropy multiplies it by its probability of 0.
     return jnp.where(is_token, logits, jnp.finfo(logits.dtype).min)
-
-
-def _mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array | None:
-    """Returns the attention mask [B, T, S], or None without segments, where kernels apply causality and window."""
-    if segments_BT is None:
-        return None
-    same_document_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-    return same_document_BTS & causal_mask(jnp.arange(length)[None, :], length, window)
-
-
-def _stacked(make: Callable[[nnx.Rngs], nnx.Module], num: int, rngs: nnx.Rngs, axis: str) -> nnx.Module:
-    """Returns one module for `num` modules; its parameters have a leading axis with the logical name `axis`."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    keys = jax.random.split(rngs.params(), num)
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
-
-    def name_axis(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(axes=(axis, *variable.axes))
-
-    state = jax.tree.map(name_axis, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return nnx.merge(graph, state)

@@ -17,7 +17,9 @@ from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.lora import LORA_A, LORA_B
+from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES
 from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES, quantized_kernels, weights_of
+from maxlm.model.stream import StreamParameters
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
@@ -59,11 +61,13 @@ class Tables(NamedTuple):
         tokens: elements of the token embedding.
         positions: elements of learned positions.
         head: elements of a separate head; 0 if the token embedding is the head.
+        values: elements of all tables of value embeddings.
     """
 
     tokens: int
     positions: int
     head: int
+    values: int
 
 
 def layer_stacks(model: ModelConfig) -> list[ModelConfig]:
@@ -101,7 +105,13 @@ def block_parameters(model: ModelConfig) -> int:
 def tables(model: ModelConfig) -> Tables:
     """Returns the table sizes of a resolved model."""
     sizes = {weight.name: weight.size for weight in weights(model) if weight.kind in ('table', 'head')}
-    return Tables(sizes['embedding'], sizes.get('position_embedding', 0), sizes.get('head.kernel', 0))
+    others = (sizes.get(name, 0) for name in ('position_embedding', 'head.kernel', VALUE_TABLES))
+    return Tables(sizes['embedding'], *others)
+
+
+def value_elements(model: ModelConfig) -> int:
+    """Returns the number of elements that a token looks up in the value embeddings of all layers."""
+    return tables(model).values // model.vocab_size
 
 
 class Weight(NamedTuple):
@@ -188,9 +198,11 @@ def kind_of(path: tuple[Any, ...]) -> str:
 
 def _kind(path: tuple[str, ...]) -> str:
     *modules, name = path
-    if name in ('embedding', 'position_embedding'):
+    if name in ('embedding', 'position_embedding', VALUE_TABLES):
         return 'table'
-    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS):
+    if name == VALUE_GATES:
+        return 'matrix'
+    if name in ('scale', 'bias', 'sinks', BALANCE_BIAS, *StreamParameters._fields):
         return 'vector'
     if name in (LORA_A, LORA_B):
         return 'adapter'

@@ -56,7 +56,7 @@ def run_pipeline(
     Args:
         run: (params_P, x_BTD, side, first_layer) → x_BTD and statistics, the layers of one chunk; `first_layer` is a
             traced integer. The statistics are a tree of arrays [P, …], or None.
-        params_L: arrays [L, …] in the order of the layers.
+        params_L: arrays [L, …] in the order of the layers. Later arrays may have fewer layers, as many in each chunk.
         x_MBTD: the micro-batches.
         side_M: additional arrays [M, …] of the micro-batches, replicated on all stages.
         stages: number of stages S.
@@ -73,7 +73,7 @@ def run_pipeline(
     assert L % (R * S) == 0, f'{L} layers are not {R} repeats of {S} stages'
     assert R == 1 or M >= S, f'{M} micro-batches leave the first of {S} stages nothing to start its second repeat with'
     P = L // (R * S)
-    params_RSP = place_params(jax.tree.map(lambda leaf: leaf.reshape(R, S, P, *leaf.shape[1:]), params_L))
+    params_RSP = place_params(jax.tree.map(lambda leaf: leaf.reshape(R, S, -1, *leaf.shape[1:]), params_L))
     first_S = jnp.arange(S)[:, None, None, None] == 0
 
     # Only the inputs of this function are saved per iteration. The slots below are linear in its result, so they are

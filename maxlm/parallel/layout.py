@@ -54,6 +54,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     'dense_layers': (),
     'position': (),
     'norm': (),
+    # Channels of the residual stream that the gates of value embeddings read.
+    'gate_channels': (),
     # The rank of LoRA adapters is small, and every device needs all of it.
     'adapter': (),
     # Layers in pipeline order: see `maxlm.model.pipeline`.

@@ -192,10 +192,10 @@ def resize(model: ModelConfig, shape: Shape) -> ModelConfig:
     )
     if model.expert_ffn_dim:
         expert_ffn_dim = max(128, expert_ffn_dim)
-    period = len(model.attention_pattern)
+    longest = max(len(model.attention_pattern), len(model.value_embedding_pattern))
     return dataclasses.replace(
         model,
-        num_layers=max(shape.num_layers, period),
+        num_layers=max(shape.num_layers, longest),
         dim=shape.dim,
         head_dim=head_dim,
         num_heads=num_heads,

@@ -27,6 +27,7 @@ from maxlm.inference.sampling import log_prob, sample
 from maxlm.model.attention.chunked import QUERY_BLOCK
 from maxlm.model.blocks import BLOCKS
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches
+from maxlm.model.smear import NO_TOKEN
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
@@ -88,10 +89,10 @@ class Responses(NamedTuple):
 
 
 class _Drawing(NamedTuple):
-    """Loop state of the decoding program. `num_columns` is the number of tokens in rows that have not ended."""
+    """Loop state of decoding: number of tokens in rows that have not ended, the last two tokens of each row, …"""
 
     num_columns: jax.Array
-    token_B: jax.Array
+    last_B2: jax.Array
     ended_B: jax.Array
     num_B: jax.Array
     tokens_BR: jax.Array
@@ -268,7 +269,7 @@ class Sampler:
                 ended_B |= drawing.num_columns + 1 >= row_and_limit_2P[1].astype(jnp.int32)
             return drawing._replace(
                 num_columns=drawing.num_columns + 1,
-                token_B=token_B,
+                last_B2=jnp.stack([drawing.last_B2[:, 1], token_B], axis=1),
                 ended_B=ended_B,
                 num_B=drawing.num_B + going_B,
                 tokens_BR=drawing.tokens_BR.at[:, drawing.num_columns].set(jnp.where(going_B, token_B, 0)),
@@ -283,17 +284,17 @@ class Sampler:
             if row_and_limit_2P is not None:
                 # Rows that have ended would leave the cache.
                 position_B = jnp.minimum(position_B, self._max_length - 1)
-            hidden_B1D, cache = self._forward(
-                params, drawing.token_B[:, None], position_B[:, None], drawing.cache, position_B + 1
-            )
+            inputs = (drawing.last_B2, position_B[:, None], drawing.cache, position_B + 1)
+            hidden_B1D, cache = self._forward(params, *inputs)
             return add(drawing._replace(cache=cache), self._logits(params, hidden_B1D))
 
         hidden_P1D, cache = self._prefill(params, tokens_PT, length_P)
         logits_PV = self._logits(params, hidden_P1D)
+        last_P1 = jnp.take_along_axis(tokens_PT, jnp.maximum(length_P, 1)[:, None] - 1, axis=1)
         length_B = jnp.maximum(jnp.repeat(length_P, group), 1)
         drawing = _Drawing(
             num_columns=jnp.zeros((), jnp.int32),
-            token_B=jnp.zeros(B, jnp.int32),
+            last_B2=jnp.repeat(last_P1, group, axis=0).repeat(2, axis=1),
             # Padding rows start as ended.
             ended_B=jnp.repeat(length_P == 0, group),
             num_B=jnp.zeros(B, jnp.int32),
@@ -310,14 +311,16 @@ class Sampler:
         positions_PT = self._layout.constrain(jnp.broadcast_to(jnp.arange(T), (P, T)), ('batch', 'length'))
         cache = self._placed(init_caches(self._config.model, P, T))
         length_P = jnp.maximum(length_P, 1)
-        hidden_PTD, cache = self._forward(params, tokens_PT, positions_PT, cache, length_P)
+        inputs_PU = jnp.pad(tokens_PT, ((0, 0), (1, 0)), constant_values=NO_TOKEN)
+        hidden_PTD, cache = self._forward(params, inputs_PU, positions_PT, cache, length_P)
         return jnp.take_along_axis(hidden_PTD, length_P[:, None, None] - 1, axis=1), cache
 
     def _forward(
-        self, params: Params, tokens_BT: jax.Array, positions_BT: jax.Array, cache: Caches, length_B: jax.Array
+        self, params: Params, tokens_BU: jax.Array, positions_BT: jax.Array, cache: Caches, length_B: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        decoder = nnx.merge(self._graph, params)
-        hidden_BTD, new_cache, _ = decoder(tokens_BT, positions_BT=positions_BT, cache=cache, length_B=length_B)
+        """Returns the hidden states of all tokens but the first of each row, which is in the cache, and the cache."""
+        decoder, inputs = nnx.merge(self._graph, params), {'positions_BT': positions_BT, 'length_B': length_B}
+        hidden_BTD, new_cache, _ = decoder(tokens_BU[:, 1:], previous_BT=tokens_BU[:, :-1], cache=cache, **inputs)
         assert new_cache is not None
         return hidden_BTD, self._placed(new_cache)
 

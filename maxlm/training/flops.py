@@ -14,6 +14,7 @@ from maxlm.model.attention.chunked import query_ranges
 from maxlm.model.attention.cudnn import documents_per_row, lists_documents
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
+from maxlm.model.layers.value_embedding import VALUE_GATES
 from maxlm.model.parameters import block_kernels, layer_stacks, weights
 from maxlm.training.optimizers.trainable import is_trained
 
@@ -44,6 +45,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     stacks = layer_stacks(model)
     active = [sum(kernel.active_size for kernel in block_kernels(stack).values()) for stack in stacks]
     blocks = sum(stack.num_layers * size for stack, size in zip(stacks, active, strict=True))
+    blocks += sum(weight.size for weight in weights(model) if weight.name == VALUE_GATES)
     # A module of multi-token prediction has a projection and a block, and uses the output projection again.
     return blocks + D * V + model.mtp_depth * (active[-1] + 2 * D**2 + D * V)
 

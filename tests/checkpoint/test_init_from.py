@@ -23,7 +23,7 @@ ROWS, NEW_ROWS = 61, 72
 NEW = OLD.with_special_tokens(['<|im_start|>', '<|im_end|>'])
 OTHER = Tokenizer.from_json(OLD.to_json().replace('"A"', '"é"'), name='other')
 UNTIED = {'model__family': 'llama'}
-TABLES = {'embedding': 0, 'head.kernel': 1}
+TABLES = {'embedding': 0, 'head.kernel': 1, 'value_embeddings': 1}
 YARN = {'model__rope_scaling': 'yarn', 'model__rope_scaling_factor': 4.0, 'data__seq_len': 64}
 
 
@@ -77,6 +77,7 @@ def assert_grown(params, before, *, rows=NEW_ROWS, known=KNOWN):
         (8, {**UNTIED, 'mesh__tensor': 2, 'mesh__fsdp': 2, 'mesh__context': 2}),
         (8, {'mesh__tensor': 8, 'mesh__fsdp': 1, 'model__num_heads': 8}),
         (1, UNTIED),
+        (1, {**UNTIED, 'model__value_embedding_pattern': 'V'}),
         (2, {**UNTIED, 'mesh__zero_stage': 1, 'optimizer__ema_decay': 0.9}),
         # With parameters in host memory.
         (2, {**UNTIED, 'mesh__host_offload': 'all'}),

@@ -9,11 +9,17 @@ import transformers
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.table import ARCHITECTURES
-from maxlm.huggingface.config_conversion import check_supported, choose_architecture, from_config, to_config
+from maxlm.huggingface.config_conversion import (
+    check_supported,
+    choose_architecture,
+    from_config,
+    to_config,
+    unsupported_settings,
+)
 from maxlm.huggingface.config_fields import Fields
 from maxlm.huggingface.original_config import export_config
 from tests.huggingface.expert_models import EXPERT_MODELS
-from tests.small import LATENT, model_keys, small_config
+from tests.small import LATENT, STREAM, model_keys, small_config
 
 # Keys without an equivalent in config.json: they affect training, or how the same function is computed.
 FREE = {'init', 'init_std', 'dropout', 'dtype', 'remat', 'scan_layers', 'attention', 'matmul', 'expert_matmul'}
@@ -314,6 +320,12 @@ def test_the_settings_determine_the_architecture(overrides, chosen):
         (model_keys(family='gemma2', attention_multiplier=0.3), ['model.attention_multiplier=0.3']),
         (model_keys(family='gemma2', rope_local_theta=9.0), ['model.rope_local_theta=9.0']),
         (model_keys(family='phi3', partial_rotary_factor=0.5, head_dim=4), ['model.head_dim=4']),
+        (model_keys(family='gpt2', value_embedding_pattern='V'), ['model.value_embedding_pattern=V']),
+        (model_keys(family='qwen3', relative_attention_multiplier=1.44), ['model.relative_attention_multiplier=1.44']),
+        (
+            model_keys(family='granite', relative_attention_multiplier=1.44, attention_multiplier=0.0),
+            ['model.relative_attention_multiplier=1.44'],
+        ),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):
@@ -324,11 +336,31 @@ def test_unsupported_models_are_reported_by_key_and_value(overrides, parts):
     assert ('--architecture=nanochat' in str(error.value)) == (overrides['model__family'] == 'nanochat')
 
 
+def test_value_embeddings_of_nanochat_are_not_exported():
+    model = small_config(**model_keys(family='nanochat', value_embedding_pattern='NV')).model
+    with pytest.raises(InputError, match=r'model\.value_embedding_pattern=NV'):
+        choose_architecture(model, 'nanochat')
+
+
 def test_a_requested_architecture_is_not_replaced():
     model = small_config(model__family='llama').model
     assert choose_architecture(model, 'mistral').model_type == 'mistral'
     with pytest.raises(InputError, match=r'model\.qk_norm=False.*Qwen3ForCausalLM.*--architecture'):
         choose_architecture(model, 'qwen3')
+
+
+@pytest.mark.parametrize('key', STREAM)
+def test_no_architecture_expresses_the_options_of_the_stream(key):
+    name = key.split('__')[1]
+    for row in ARCHITECTURES.values():
+        plain = small_config(**{**model_keys(family=row.family), 'model__num_layers': 2}).model
+        model = dataclasses.replace(plain, **{name: STREAM[key]})
+        assert f'model.{name}={STREAM[key]}' in unsupported_settings(model, row)
+        assert f'model.{name}={getattr(plain, name)}' not in unsupported_settings(plain, row)
+        with pytest.raises(InputError, match=f'model.{name}='):
+            choose_architecture(model, row.model_type)
+    with pytest.raises(InputError, match=f'model.{name}='):
+        choose_architecture(model)
 
 
 # --- unsupported values

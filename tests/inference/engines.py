@@ -18,7 +18,7 @@ from maxlm.inference.sampling import Sampling
 from maxlm.model.layers import linear
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
-from tests.small import EXPERTS, LATENT, small_config, small_layout
+from tests.small import EXPERTS, LATENT, STREAM, small_config, small_layout
 
 GREEDY = Sampling(temperature=0)
 NUM_IDS = 257
@@ -45,7 +45,15 @@ FAMILIES = {
     'dynamic': {**SCALED, 'model__rope_scaling': 'dynamic', 'model__original_max_positions': CONTEXT},
     'latent': {**LATENT, 'model__q_lora_rank': 20},
     'experts': EXPERTS,
+    # Learned positions are part of the embeddings that are smeared.
+    'stream': {'model__family': 'gpt2', 'model__num_layers': 3, **STREAM},
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
+    'value embeddings': {
+        'model__family': 'nanochat',
+        'model__num_kv_heads': 2,
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+    },
 }
 # A prompt of one chunk needs one compiled function; longer prompts need no other.
 SETTINGS = {'num_slots': 3, 'chunk': 32}

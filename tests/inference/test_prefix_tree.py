@@ -5,6 +5,7 @@ import pytest
 
 from maxlm.inference import prefix_tree
 from maxlm.inference.prefix_tree import Tree, common_prefix, flatten, insert
+from maxlm.model.smear import NO_TOKEN
 
 START = list(range(100, 110))
 
@@ -43,6 +44,7 @@ def test_tokens_attend_to_their_own_text_only(seed, monkeypatch):
     for number, path in zip(tree.texts, laid.paths, strict=True):
         assert laid.tokens[path].tolist() == texts[number]
         assert laid.depths[path].tolist() == list(range(len(path)))
+        assert laid.previous[path].tolist() == [NO_TOKEN, *texts[number][:-1]]
         for depth, index in enumerate(path):
             assert seen(laid, index) == path[: depth + 1].tolist()
 

@@ -24,7 +24,7 @@ from maxlm.inference.scoring import (
 )
 from maxlm.training.state import abstract_model
 from tests.parameters import random_params
-from tests.small import EXPERTS, LATENT, small_config, small_layout
+from tests.small import EXPERTS, LATENT, STREAM, small_config, small_layout
 
 CONTEXT = 96
 VOCAB = 257
@@ -37,6 +37,8 @@ FAMILIES = {
     'windows': {'model__family': 'llama', 'model__sliding_window': 9, 'model__attention_pattern': 'SL'},
     'latents': LATENT,
     'sinks': {'model__family': 'llama', 'model__attention_sinks': True},
+    'value embeddings': {'model__family': 'llama', 'model__value_embedding_pattern': 'V'},
+    'stream': {'model__family': 'gpt2', 'model__num_layers': 3, **STREAM},
     'dynamic': {'model__family': 'llama', 'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
 }
 MESHES = {
@@ -160,8 +162,8 @@ def test_texts_in_one_row_do_not_attend_to_each_other(expected, found, monkeypat
     original = scoring._batch_arrays
 
     def one_segment(rows, B, T):
-        tokens, segments, ends, positions = original(rows, B, T)
-        return tokens, np.minimum(segments, 1), np.full_like(ends, T), positions
+        tokens, segments, ends, positions, previous = original(rows, B, T)
+        return tokens, np.minimum(segments, 1), np.full_like(ends, T), positions, previous
 
     # Texts are scored as documents and as trees.
     alone = [number for number, span in enumerate(spans()) if len(span.context) > 20]
@@ -188,7 +190,7 @@ def test_identical_texts_are_read_once(found, monkeypatch):
     assert [tree.tokens.tolist() for tree in row] == [[5, 6, 7], [5, 6, 8]]
 
 
-@pytest.mark.parametrize('family', ['llama', 'windows', 'latents', 'sinks', 'experts'])
+@pytest.mark.parametrize('family', ['llama', 'windows', 'latents', 'sinks', 'experts', 'value embeddings', 'stream'])
 def test_common_prefixes_are_read_once(family, monkeypatch):
     """Few-shot examples precede all questions, and a question precedes its answers.
 

@@ -17,18 +17,21 @@ from maxlm.model.parameters import (
     names,
     parameters_text,
     tables,
+    value_elements,
     weights,
 )
 from maxlm.training.state import abstract_state
-from tests.small import LATENT, small_config, small_layout
+from tests.small import LATENT, model_keys, small_config, small_layout
 
 EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 24}
 QLORA = {'model__lora_rank': 3, 'model__weight_quantization': 'int8', 'train__init_from': 'runs/base'}
+VALUES = model_keys(family='nanochat', num_kv_heads=2, value_embedding_pattern='NV', value_gate_channels=12)
 MODELS = {
     'gpt2': {'model__family': 'gpt2'},
     'latent attention with adapters': {**LATENT, 'model__q_lora_rank': 20, 'model__lora_rank': 3},
     'quantized experts': {'model__family': 'llama', **EXPERTS, **QLORA, 'model__num_dense_layers': 1},
     'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
+    'value embeddings': VALUES,
 }
 
 
@@ -59,7 +62,20 @@ def test_matrices_of_a_block_by_hand():
         'shared.up': Kernel(32, 48),
         'shared.down': Kernel(48, 32),
     }
-    assert tables(model) == (61 * 32, 0, 61 * 32)
+    assert tables(model) == (61 * 32, 0, 61 * 32, 0)
+
+
+def test_value_embeddings_by_hand():
+    model = small_config(**VALUES).model
+    found = {weight.name: weight for weight in weights(model) if weight.name.startswith('value')}
+    # One of two layers: 61 ids, 12 channels, two heads of 8 dims.
+    assert {name: (weight.shape, weight.kind) for name, weight in found.items()} == {
+        'value_embeddings': ((1, 61, 16), 'table'),
+        'value_gates': ((1, 12, 2), 'matrix'),
+    }
+    assert found['value_gates'].matrix_shape == (12, 2)
+    assert tables(model).values == 61 * 16
+    assert value_elements(model) == 16
 
 
 class Scaled(Block):

@@ -23,7 +23,7 @@ from tests.inference.engines import new_engine
 from tests.parameters import random_params
 from tests.processes import Processes
 from tests.rl.rollout_pair import MAX_PROMPT, MAX_TOKENS, NUM_SAMPLES, PROMPTS, SETTINGS, STD
-from tests.small import EXPERTS, LATENT, small_config, small_layout
+from tests.small import EXPERTS, LATENT, STREAM, small_config, small_layout
 
 VOCAB = SETTINGS['model__vocab_size']
 FAMILIES = {
@@ -39,6 +39,7 @@ FAMILIES = {
         'model__rope_scaling': 'yarn',
         'model__rope_scaling_factor': 4.0,
     },
+    'llama, stream': STREAM,
     'llama, experts': EXPERTS,
     'llama, dynamic': {'model__rope_scaling': 'dynamic', 'model__rope_scaling_factor': 2.0},
     'llama, latents, adapters': {

@@ -18,6 +18,11 @@ MODELS = {
     'grouped heads': {'model__family': 'qwen3', 'model__num_kv_heads': 2, 'model__head_dim': 24},
     'latents': {**LATENT, 'model__q_lora_rank': 20},
     'multi-token prediction': {'model__family': 'llama', 'model__mtp_depth': 2},
+    'value embeddings': {
+        'model__family': 'nanochat',
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+    },
 }
 
 
@@ -36,7 +41,7 @@ def test_parameters_in_matmuls(model):
     # Each module of multi-token prediction uses the output projection again.
     shared = config.model.mtp_depth * config.model.vocab_size * config.model.dim
     assert matmul_parameters(config.model) - shared == (
-        sum(sizes.values()) - looked_up - added - sizes.get('position_embedding', 0)
+        sum(sizes.values()) - looked_up - added - sizes.get('position_embedding', 0) - sizes.get('value_embeddings', 0)
     )
     # Control: some parameters are in no matmul.
     assert matmul_parameters(config.model) != sum(sizes.values())

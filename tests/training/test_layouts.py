@@ -1,6 +1,6 @@
 """Equality of loss, gradients and training steps on all layouts with those on one device.
 
-Six layouts cover every mesh axis and every memory optimization; nightly tests add fourteen. Each layout is compiled
+Six layouts cover every mesh axis and every memory optimization; nightly tests add others. Each layout is compiled
 for eight devices, which is slow.
 """
 
@@ -132,6 +132,15 @@ NIGHTLY_LAYOUTS = [
         'model__logits_scaling': 0.5,
     },
     {'mesh__fsdp': 8, 'mesh__host_offload': 'optimizer', 'model__remat_policy': 'offload'},
+    {
+        'mesh__fsdp': 4,
+        'mesh__tensor': 2,
+        'model__family': 'nanochat',
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+        'optimizer__name': 'muon',
+        **PADDED,
+    },
 ]
 
 
@@ -169,13 +178,44 @@ def train(config):
     ],
 )
 def test_every_layout_equals_one_device(layout):
+    assert_equals_one_device(layout, 8)
+
+
+VALUES = {
+    **LLAMA,
+    'model__value_embedding_pattern': 'NV',
+    'model__value_gate_channels': 12,
+    'model__relative_attention_multiplier': 1.44,
+    'optimizer__name': 'muon',
+}
+
+
+@pytest.mark.parametrize(
+    'layout',
+    [
+        {'mesh__fsdp': 2, 'model__remat_policy': 'full'},
+        {'mesh__tensor': 2, **PADDED},
+        pytest.param({'mesh__context': 2}, marks=pytest.mark.nightly),
+        {'mesh__stage': 2, 'mesh__num_pipeline_repeats': 1, 'train__per_device_batch_size': 4},
+        pytest.param(
+            {'mesh__data': 2, 'mesh__zero_stage': 1, 'train__per_device_batch_size': 4}, marks=pytest.mark.nightly
+        ),
+        pytest.param({'mesh__fsdp': 2, 'mesh__zero_stage': 2, 'model__scan_layers': False}, marks=pytest.mark.nightly),
+    ],
+    ids=name_of,
+)
+def test_value_embeddings_on_two_devices_equal_one_device(layout):
+    assert_equals_one_device({**VALUES, **layout}, 2)
+
+
+def assert_equals_one_device(layout, num_devices):
     model = {
         key: value
         for key, value in layout.items()
         if key.startswith(('model', 'optimizer')) and key not in ('model__remat_policy', 'model__scan_layers')
     }
     moments, history = on_one_device(tuple(model.items()))
-    config = small_config(num_devices=8, **{**COMMON, **layout})
+    config = small_config(num_devices=num_devices, **{**COMMON, **layout})
     other_moments, other_history = train(config)
     # Differences are relative to the largest element of each array, because single elements may be arbitrarily small.
     for moment, other in zip(jax.tree.leaves(moments), jax.tree.leaves(other_moments), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, Literal
 
 from maxlm.config.sections.declaration import Choices, FunctionName, Renamed
@@ -142,8 +143,21 @@ class ModelConfig:
     embedding_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
     # Factor of the outputs of attention and feed-forward before they are added to the residual stream.
     residual_multiplier: Annotated[float, Range(1e-4, 1e5)] = FAMILY
+    # Learned factor of the residual stream before each block, initially from 1.15 (first) to 1.05 (last) as in nanochat
+    # (Karpathy 2026).
+    residual_scale: bool = False
+    # Before each block, add a learned multiple of the first block's input, initially from 0.20 to 0.05 (Karpathy 2026).
+    embedding_residual: bool = False
+    # Add a gated multiple of the previous token's embedding to each embedding; number of channels that the gate reads
+    # (Karpathy 2026: 24); 0 = off.
+    smear_channels: Annotated[int, Range(0, 2**20)] = 0
+    # Before the final norm, subtract a learned multiple of the output of this layer, counted from 0 (Karpathy 2026:
+    # num_layers // 2); -1 = off.
+    backout_layer: Annotated[int, Range(-1, 999)] = -1
     # Factor of the attention scores q·k; 0 = 1 / sqrt(head_dim).
     attention_multiplier: Annotated[float, Range(1e-4, 1e5, or_zero=True)] = FAMILY
+    # Factor of the attention scores beside 1 / sqrt(head_dim), if attention_multiplier is 0 (nanochat: 1.44).
+    relative_attention_multiplier: Annotated[float, Range(1e-4, 1e5)] = 1.0
     # Divide the attention scores of layer i by i, counted from 1 (GPT-2 models of Karamcheti et al. 2021, "Mistral").
     attention_scale_by_layer: bool = False
     # Soft-cap attention scores to ±attention_softcap with tanh; 0 = off.
@@ -176,10 +190,17 @@ class ModelConfig:
     attention_pattern: str = FAMILY
     # Number of tokens that an S layer attends to, including the query's own token.
     sliding_window: Annotated[int, Range(0, INT32)] = FAMILY
+    # Embeddings of tokens that are added to the values of attention, per layer (Karpathy 2026, nanochat): V = with its
+    # own table, N = none. The pattern is repeated over the layers, and its last letter is that of the last layer: NV =
+    # every second layer. '' = none.
+    value_embedding_pattern: str = ''
+    # A gate multiplies value embeddings by a factor per token and key/value head: 3 times the sigmoid of a learned
+    # projection of the first value_gate_channels channels of the input of attention. 0 = no gate.
+    value_gate_channels: Annotated[int, Range(0, 2**20)] = 0
     # Initialization of the weights (maxlm/model/layers/initializers.py).
-    init: Literal['normal', 'small', 'uniform'] = FAMILY
-    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform: standard deviation
-    # of a tied embedding.
+    init: Literal['normal', 'small', 'uniform', 'uniform_2026'] = FAMILY
+    # normal: standard deviation; residual outputs use it divided by sqrt(2 · num_layers). uniform, uniform_2026:
+    # standard deviation of a tied embedding.
     init_std: Epsilon = 0.02
     # Dropout probability, after the embedding and at the end of each residual branch.
     dropout: FractionBelow1 = 0.0
@@ -219,6 +240,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Returns the width of a value head of a resolved model."""
         return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def layer_period(self) -> int:
+        """Returns the number of layers after which the patterns of layers repeat."""
+        return math.lcm(len(self.attention_pattern), len(self.value_embedding_pattern) or 1)
 
     @property
     def projections(self) -> tuple[str, ...]:

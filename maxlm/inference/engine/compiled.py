@@ -21,6 +21,7 @@ from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, Samp
 from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
+from maxlm.model.smear import NO_TOKEN
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
 
@@ -45,7 +46,7 @@ class PrefillChunk(NamedTuple):
         tokens: token ids of the chunk.
         start: position of the first token.
         slot: slot that holds the preceding tokens.
-        prompt: token ids of the complete prompt, for penalties.
+        prompt: token ids of the complete prompt, for penalties and the token before the chunk.
         sampling: sampling settings of the request.
         seed: seed of the request.
         sample: index of the sample in the request.
@@ -156,7 +157,7 @@ class CompiledFunctions:
             caches, zeros = self._init_caches(self.cache_lengths[0]), jnp.zeros(B, jnp.int32)
             in_prompt_BV, counts_BV = jnp.zeros((B, V), bool), jnp.zeros((B, V), jnp.int32)
             history_BS = jnp.zeros((B, self.max_context if self._num_draft_tokens else 0), jnp.int32)
-            return State(caches, zeros, zeros, in_prompt_BV, counts_BV, history_BS)
+            return State(caches, zeros, zeros, zeros, in_prompt_BV, counts_BV, history_BS)
 
         return jax.jit(init, out_shardings=self._shardings)()
 
@@ -241,12 +242,13 @@ class CompiledFunctions:
         tokens_PT = np.zeros((P, T), np.int32)
         in_prompt_PV = np.zeros((P, self._num_ids), bool)
         # Padding rows have an out-of-range slot, so they are not written.
-        placement = np.full((3, P), self.num_slots, np.int32)
+        placement = np.full((4, P), self.num_slots, np.int32)
         placement[1:] = 0
         for row, chunk in enumerate(chunks):
             tokens_PT[row, : len(chunk.tokens)] = chunk.tokens
             in_prompt_PV[row, [token for token in chunk.prompt if token < self._num_ids]] = True
-            placement[:, row] = chunk.slot, chunk.start, len(chunk.tokens)
+            before = chunk.prompt[chunk.start - 1] if chunk.start else NO_TOKEN
+            placement[:, row] = chunk.slot, chunk.start, len(chunk.tokens), before
         padding = P - len(chunks)
         rows = stack_settings([chunk.sampling for chunk in chunks] + [Sampling()] * padding)
         seeds = PendingPrompt(

@@ -6,7 +6,6 @@ generated per call, S positions, K drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from maxlm.config.schema import Config
-from maxlm.inference.engine.prompt_lookup import find_drafts, num_accepted
+from maxlm.inference.engine.prompt_lookup import find_drafts, num_accepted, run_if
 from maxlm.inference.engine.requests import MAX_TOP_LOG_PROBS
 from maxlm.inference.engine.score_positions import score_positions
 from maxlm.inference.sampling import (
@@ -34,6 +33,7 @@ from maxlm.inference.sampling import (
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
 from maxlm.model.layers.linear import transpose_kernel
+from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
 
@@ -50,6 +50,7 @@ class State(NamedTuple):
 
     Attributes:
         caches: keys and values.
+        previous_B: last token in the cache of each slot.
         token_B: next input token of each slot, not in the cache yet.
         length_B: number of tokens in the cache.
         in_prompt_BV: True where the prompt contains the token.
@@ -58,6 +59,7 @@ class State(NamedTuple):
     """
 
     caches: Caches
+    previous_B: jax.Array
     token_B: jax.Array
     length_B: jax.Array
     in_prompt_BV: jax.Array
@@ -96,6 +98,7 @@ class _Decoding(NamedTuple):
 
     caches: Caches
     done_B: jax.Array
+    previous_B: jax.Array
     token_B: jax.Array
     counts_BV: jax.Array
     history_BS: jax.Array
@@ -164,15 +167,18 @@ class ModelRunner:
         """Prefills chunks in one pass and samples the token after each.
 
         Also returns the sum of the hidden states of each chunk, float32 [P, D], and the hidden states [P, T, D].
-        `placement` contains the slot, the position of the first token and the number of tokens of each chunk,
-        int32 [3, P].
+        `placement` contains the slot, the position of the first token and the number of tokens of each chunk, and the
+        token before it (or NO_TOKEN), int32 [4, P].
         """
         P, T = tokens_PT.shape
-        slot_P, start_P, count_P = placement
+        slot_P, start_P, count_P, before_P = placement
         positions_PT = start_P[:, None] + jnp.arange(T)[None, :]
         length_P = start_P + count_P
         decoder, blocks = self._build_decoder(params)
-        run = partial(decoder, tokens_PT, positions_BT=positions_PT, length_B=length_P, blocks=blocks)
+        previous_PT = previous_ids(tokens_PT, before_P)
+        run = partial(
+            decoder, tokens_PT, positions_BT=positions_PT, previous_BT=previous_PT, length_B=length_P, blocks=blocks
+        )
         if P == 1:
             hidden_PTD, caches, _ = run(cache=state.caches, first_row=slot_P[0])
         else:
@@ -198,6 +204,7 @@ class ModelRunner:
             history_BS = history_BS.at[slot_P, length_P].set(token_P, mode='drop')
         state = State(
             caches,
+            scatter(state.previous_B, jnp.take_along_axis(tokens_PT, last_P[:, None], axis=1)[:, 0]),
             scatter(state.token_B, token_P),
             scatter(state.length_B, length_P),
             scatter(state.in_prompt_BV, in_prompt_PV),
@@ -244,8 +251,8 @@ class ModelRunner:
             num_active = (num_tokens_B > decoding.done_B).sum()
             is_useful = ((num_drafted_B > 0).sum() * 2 >= num_active) & (num_drafted_B > 0).any()
             num_drafted_B = jnp.where(is_useful, num_drafted_B, 0)
-            decoding = _run_if(is_useful, partial(advance, inputs_BT, num_drafted_B), decoding)
-            return _run_if(~is_useful, partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
+            decoding = run_if(is_useful, partial(advance, inputs_BT, num_drafted_B), decoding)
+            return run_if(~is_useful, partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
 
         def advance(inputs_BT: jax.Array, num_drafted_B: jax.Array, decoding: _Decoding) -> _Decoding:
             """Runs one pass over the last token of each row and its drafts."""
@@ -257,6 +264,7 @@ class ModelRunner:
             hidden_BTD, caches, _ = decoder(
                 inputs_BT,
                 positions_BT=positions_BT,
+                previous_BT=previous_ids(inputs_BT, decoding.previous_B),
                 cache=decoding.caches,
                 length_B=jnp.where(remaining_B > 0, length_B + jnp.minimum(T, remaining_B), 0),
                 blocks=blocks,
@@ -269,7 +277,9 @@ class ModelRunner:
             is_new_TB = jnp.arange(T)[:, None] < new_B[None, :]
             index_TB = jnp.where(is_new_TB, decoding.done_B[None, :] + jnp.arange(T)[:, None], self._max_tokens)
             row_1B = jnp.arange(num)[None, :]
-            last_B = jnp.take_along_axis(sampled.token_NB, jnp.maximum(new_B - 1, 0)[None, :], axis=0)[0]
+            last_1B = jnp.maximum(new_B - 1, 0)[None, :]
+            last_B = jnp.take_along_axis(sampled.token_NB, last_1B, axis=0)[0]
+            previous_B = jnp.take_along_axis(inputs_BT.T, last_1B, axis=0)[0]
             history_BS, counts = decoding.history_BS, decoding.counts
             if K:
                 S = history_BS.shape[1]
@@ -278,6 +288,7 @@ class ModelRunner:
             return _Decoding(
                 caches,
                 decoding.done_B + new_B,
+                jnp.where(new_B > 0, previous_B, decoding.previous_B),
                 jnp.where(new_B > 0, last_B, decoding.token_B),
                 decoding.counts_BV.at[row_1B, sampled.token_NB].add(is_new_TB),
                 history_BS,
@@ -295,6 +306,7 @@ class ModelRunner:
         decoding = _Decoding(
             state.caches,
             jnp.zeros_like(num_tokens_B),
+            state.previous_B[:num],
             state.token_B[:num],
             state.counts_BV[:num],
             state.history_BS[:num],
@@ -304,6 +316,7 @@ class ModelRunner:
         decoding = jax.lax.while_loop(lambda decoding: (decoding.done_B < num_tokens_B).any(), run, decoding)
         state = State(
             decoding.caches,
+            state.previous_B.at[:num].set(decoding.previous_B),
             state.token_B.at[:num].set(decoding.token_B),
             state.length_B.at[:num].add(num_tokens_B),
             state.in_prompt_BV,
@@ -376,17 +389,6 @@ class ModelRunner:
         return SampledTokens(
             ids((num_tokens, num_rows)), log_probs((num_tokens, num_rows)), ids(top_shape), log_probs(top_shape)
         )
-
-
-def _run_if(condition: jax.Array, run: Callable[[_Decoding], _Decoding], decoding: _Decoding) -> _Decoding:
-    """Returns `run(decoding)` if the condition is true, and `decoding` otherwise.
-
-    XLA copies the operands of a conditional, but updates those of a loop in place.
-    """
-    _, decoding = jax.lax.while_loop(
-        lambda carry: carry[0], lambda carry: (jnp.zeros((), bool), run(carry[1])), (condition, decoding)
-    )
-    return decoding
 
 
 def uses_unstacked_layers(config: Config) -> bool:

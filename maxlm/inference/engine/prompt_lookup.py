@@ -9,8 +9,13 @@ Shapes: B slots, S positions, K drafted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+
+State = TypeVar('State')
 
 # Numbers of last tokens that must be equal: at least MIN_MATCH, and the longest match up to MAX_MATCH is preferred.
 MIN_MATCH, MAX_MATCH = 2, 4
@@ -61,3 +66,14 @@ def num_accepted(sampled_TB: jax.Array, drafts_KB: jax.Array) -> jax.Array:
         drafts_KB: drafted tokens.
     """
     return jnp.cumprod(sampled_TB[:-1] == drafts_KB, axis=0, dtype=jnp.int32).sum(axis=0)
+
+
+def run_if(condition: jax.Array, run: Callable[[State], State], state: State) -> State:
+    """Returns `run(state)` if the condition is true, and `state` otherwise.
+
+    XLA copies the operands of a conditional, but updates those of a loop in place.
+    """
+    _, state = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.zeros((), bool), run(carry[1])), (condition, state)
+    )
+    return state

@@ -67,7 +67,8 @@ class Attention(nnx.Module):
         self.query_norm = Norm(config, query_dim, rngs=rngs) if config.qk_norm else None
         self.key_norm = Norm(config, key_dim, rngs=rngs) if config.qk_norm else None
         # Kernels divide scores by sqrt(H), so queries are multiplied by the ratio of the scales.
-        self.query_multiplier = config.attention_multiplier * math.sqrt(H) if config.attention_multiplier else 1.0
+        absolute, relative = config.attention_multiplier, config.relative_attention_multiplier
+        self.query_multiplier = absolute * math.sqrt(H) if absolute else relative
         self.softcap = config.attention_softcap
         # Queries attend to a sink like to a key with this logit and a value of 0.
         zeros = jax.nn.initializers.zeros
@@ -85,6 +86,7 @@ class Attention(nnx.Module):
         cache_indices: CacheIndices | None,
         rotary: Rotary | None,
         score_divisor: jax.Array | None,
+        added_v_BTKH: jax.Array | None,
         window: int,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -99,10 +101,12 @@ class Attention(nnx.Module):
             cache_indices: slots of the cache to which this call's keys and values are written.
             rotary: rotations of the positions; None: no rotary embedding.
             score_divisor: additional divisor of the scores, a float32 scalar; None: 1.
+            added_v_BTKH: array that is added to the values; None: 0.
             window: number of last tokens to which a query attends, including itself; 0: all.
             cache: keys and values of earlier calls; None: attention within the call.
         """
         q_BTNH, k_BTKH, v_BTKH = fused_apply((self.query, self.key, self.value), x_BTD)
+        v_BTKH = v_BTKH if added_v_BTKH is None else v_BTKH + added_v_BTKH
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self._normalized(self.query_norm, q_BTNH), self._normalized(self.key_norm, k_BTKH)
         if rotary is not None:

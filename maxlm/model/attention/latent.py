@@ -90,12 +90,14 @@ class LatentAttention(nnx.Module):
         cache_indices: CacheIndices | None,
         rotary: Rotary | None,
         score_divisor: jax.Array | None,
+        added_v_BTKH: jax.Array | None,
         window: int,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """Returns the attention output [B, T, D] and the updated cache. Arguments: see `Attention`."""
         assert rotary is not None, 'latent attention has rotary positions'
         assert score_divisor is None, 'only GPT-2 scales the scores of each layer'
+        assert added_v_BTKH is None, 'latent attention has no value embeddings'
         if self.query_latent is not None and self.query_latent_norm is not None:
             latent_BTQ, latent_BTc = fused_apply((self.query_latent, self.key_value_latent), x_BTD)
             q_BTNH = self.query(self.query_latent_norm(latent_BTQ))

@@ -55,8 +55,8 @@ class Experts(nnx.Module):
 
         init, D, F = initializers(config), config.dim, config.expert_ffn_dim
         into, back = ('expert_embed', 'expert_ffn'), ('expert_ffn', 'expert_embed')
-        self.gate = linear('gate', D, F, into, init.projection) if config.activation in GATED_ACTIVATIONS else None
-        self.up = linear('up', D, F, into, init.projection)
+        self.gate = linear('gate', D, F, into, init.feedforward) if config.activation in GATED_ACTIVATIONS else None
+        self.up = linear('up', D, F, into, init.feedforward)
         self.down = linear('down', F, D, back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
 

@@ -32,21 +32,23 @@ def look_up(table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning
 def _forward(
     table_VD: jax.Array, indices_BT: jax.Array, axes: Axes, partitioning: Partitioning
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return look_up(table_VD, indices_BT, axes, partitioning), (table_VD, indices_BT)
+    # Only shape and dtype are needed. A loop over layers would save the tables of all layers for the backward pass.
+    like_0VD = jnp.zeros((0, *table_VD.shape), table_VD.dtype)
+    return look_up(table_VD, indices_BT, axes, partitioning), (like_0VD, indices_BT)
 
 
 def _backward(
     axes: Axes, partitioning: Partitioning, residuals: tuple[jax.Array, jax.Array], gradient_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
-    table_VD, indices_BT = residuals
-    V, D = table_VD.shape
+    like_0VD, indices_BT = residuals
+    _, V, D = like_0VD.shape
     if partitioning.num_shards(axes[0]) == 1:
         rows = ('batch', 'length')
 
         def add(indices_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
             is_flat = partitioning.platform == 'gpu' and V * D < 2**31
             sums_VD = (_sum_flat if is_flat else _sum)(V, indices_BT, gradient_BTD)
-            return sums_VD.astype(table_VD.dtype)[None, None]
+            return sums_VD.astype(like_0VD.dtype)[None, None]
 
         add = partitioning.per_shard(add, [rows, (*rows, 'activation')], (*rows, 'activation', 'activation'))
         # Devices exchange the sums of their own tokens in the dtype of the table, as for other parameters.
@@ -55,7 +57,7 @@ def _backward(
         sums_VD = _sum(V, indices_BT, gradient_BTD)
         # Each device sums the gradients of its own tokens. Otherwise XLA would send parts of all tokens to every device
         # and, with a sharded length, would first gather all tokens.
-        sums_VD = partitioning.constrain(sums_VD, (axes[0], 'activation')).astype(table_VD.dtype)
+        sums_VD = partitioning.constrain(sums_VD, (axes[0], 'activation')).astype(like_0VD.dtype)
     return partitioning.constrain_gradient(sums_VD, axes), None
 
 

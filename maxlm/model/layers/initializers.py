@@ -1,4 +1,4 @@
-"""Parameter initializers: three schemes, selected by `model.init`."""
+"""Parameter initializers: four schemes, selected by `model.init`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Initializers(NamedTuple):
     Attributes:
         embedding: token embedding.
         position: position embedding.
-        projection: projections that read the residual stream.
+        projection: projections that read the residual stream, except those of the feed-forward.
+        feedforward: projections of the feed-forward that read the residual stream.
         residual: projections that write to the residual stream.
         head: output head.
     """
@@ -27,6 +28,7 @@ class Initializers(NamedTuple):
     embedding: Initializer
     position: Initializer
     projection: Initializer
+    feedforward: Initializer
     residual: Initializer
     head: Initializer
 
@@ -42,18 +44,22 @@ def initializers(config: ModelConfig) -> Initializers:
     uniform: Karpathy 2025 (nanochat). Uniform distribution with standard deviation 1 / sqrt(dim), and 0 for residual
         outputs. Embeddings are normal with standard deviation 1 (init_std if tied). The head is normal with 0.001, so
         the first logits are near 0.
+    uniform_2026: Karpathy 2026 (nanochat, January 2026 and later). As uniform, with a standard deviation of 0.8 for
+        embeddings, and of 0.4 / sqrt(dim) for the projections of the feed-forward that read the stream.
     """
     D, L = config.dim, config.num_layers
     if config.init == 'small':
         small = _normal(math.sqrt(2 / (5 * D)))
-        return Initializers(small, small, small, _normal(2 / (L * math.sqrt(D))), small)
-    if config.init == 'uniform':
-        # With standard deviation 1, tied embeddings would give logits of about sqrt(dim).
-        embedding = _normal(config.init_std if config.tie_embeddings else 1.0)
-        return Initializers(embedding, embedding, _symmetric_uniform(math.sqrt(3 / D)), _zeros, _normal(0.001))
+        return Initializers(small, small, small, small, _normal(2 / (L * math.sqrt(D))), small)
+    if config.init in ('uniform', 'uniform_2026'):
+        std, factor = (1.0, 1.0) if config.init == 'uniform' else (0.8, 0.4)
+        # With such a standard deviation, tied embeddings would give logits of about sqrt(dim).
+        embedding, bound = _normal(config.init_std if config.tie_embeddings else std), math.sqrt(3 / D)
+        into, into_feedforward = _symmetric_uniform(bound), _symmetric_uniform(factor * bound)
+        return Initializers(embedding, embedding, into, into_feedforward, _zeros, _normal(0.001))
     assert config.init == 'normal', config.init
-    plain = _normal(config.init_std)
-    return Initializers(plain, _normal(config.init_std / 2), plain, _normal(config.init_std / math.sqrt(2 * L)), plain)
+    plain, residual = _normal(config.init_std), _normal(config.init_std / math.sqrt(2 * L))
+    return Initializers(plain, _normal(config.init_std / 2), plain, plain, residual, plain)
 
 
 def _symmetric_uniform(bound: float) -> Initializer:

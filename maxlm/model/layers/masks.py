@@ -1,4 +1,4 @@
-"""Causal mask of attention scores, with an optional sliding window.
+"""Masks of attention scores: causal, with an optional sliding window, and within documents.
 
 Shapes: B batch, T query length, S key length.
 """
@@ -34,3 +34,11 @@ def causal_mask(positions_BT: jax.Array, num_keys: int, window: int) -> jax.Arra
     """
     behind_BTS = positions_BT[:, :, None] - jnp.arange(num_keys)[None, None, :]
     return (behind_BTS >= 0) & (behind_BTS < window) if window else behind_BTS >= 0
+
+
+def document_mask(length: int, segments_BT: jax.Array | None, window: int) -> jax.Array | None:
+    """Returns the attention mask [B, T, S], or None without segments, where kernels apply causality and window."""
+    if segments_BT is None:
+        return None
+    same_document_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
+    return same_document_BTS & causal_mask(jnp.arange(length)[None, :], length, window)

@@ -46,8 +46,8 @@ class FeedForward(nnx.Module):
 
         init = initializers(config)
         into, back = (config.dim, config.ffn_dim, 'embed', 'ffn'), (config.ffn_dim, config.dim, 'ffn', 'embed')
-        self.gate = linear('gate', *into, init.projection) if config.activation in GATED_ACTIVATIONS else None
-        self.up = linear('up', *into, init.projection)
+        self.gate = linear('gate', *into, init.feedforward) if config.activation in GATED_ACTIVATIONS else None
+        self.up = linear('up', *into, init.feedforward)
         self.down = linear('down', *back, init.residual)
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
         self.partitioning = partitioning

@@ -22,7 +22,9 @@ from maxlm.model.parameters import (
     layer_stacks,
     model_parameters,
     tables,
+    value_elements,
 )
+from maxlm.model.stream import num_states
 from maxlm.planning.estimate.experts import layer_runs, layers_on_device, num_modules, rows_of
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.flops import RECOMPUTED
@@ -146,6 +148,8 @@ def _gathers(config: Config) -> list[Transfer]:
         *blocks,
         _transfer(config, 'all-gather', SAVING_AXES, projections, directions * config.rounds),
         _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds),
+        # Each layer gathers its own table of value embeddings.
+        _transfer(config, 'all-gather', SAVING_AXES, width * of.values / mesh.tensor, directions * config.rounds),
     ]
 
 
@@ -174,7 +178,7 @@ def _gradients(config: Config) -> list[Transfer]:
         for each in _kernels(config, kind)
     ]
     # Each module of multi-token prediction has a gradient of the head. All of them have one of the embedding.
-    looked_up = both + (tokens if model.mtp_depth else 0)
+    looked_up = both + of.values / mesh.tensor + (tokens if model.mtp_depth else 0)
     sums += [
         (FLOAT32 * tokens * (1 + model.mtp_depth), SAVING_AXES, config.rounds),
         (width * (looked_up + _projection_elements(model)), SAVING_AXES, config.rounds),
@@ -201,6 +205,10 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     # The embedding lookup and the gradient of the hidden states, again for each module of multi-token prediction.
     sums = 2 * (1 + model.mtp_depth) * config.rounds
     transfers = [_transfer(config, 'all-reduce', ('tensor',), tables_stream, sums, is_async=False)]
+    # The rows of value embeddings, and their gradients.
+    rows = stream / model.dim * value_elements(model)
+    passes = (2 + (model.remat_policy != 'none')) * config.accumulation
+    transfers.append(_transfer(config, 'all-reduce', ('tensor',), rows, passes, is_async=False))
     for kind, runs in layer_runs(config):
         # With a parallel residual, the two halves are added before they are summed over devices. Experts and shared
         # experts are summed separately.
@@ -257,8 +265,8 @@ def _vocabulary(config: Config) -> list[Transfer]:
 def _padded_tables(config: Config) -> Tables:
     """Returns the tables with a padded vocabulary."""
     of, size = tables(config.model), padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
-    tokens, head = (elements // config.model.vocab_size * size for elements in (of.tokens, of.head))
-    return of._replace(tokens=tokens, head=head)
+    tokens, head, values = (elements // config.model.vocab_size * size for elements in (of.tokens, of.head, of.values))
+    return of._replace(tokens=tokens, head=head, values=values)
 
 
 def _scales(config: Config) -> list[Transfer]:
@@ -292,7 +300,7 @@ def _pipeline(config: Config) -> list[Transfer]:
     """Returns transfers of the stream and its gradient between stages, and reductions of the last stage's output."""
     if config.mesh.stage == 1:
         return []
-    mesh, stream = config.mesh, _stream_bytes(config)
+    mesh, stream = config.mesh, num_states(config.model) * _stream_bytes(config)
     iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
     return [
         _transfer(config, 'collective-permute', ('stage',), stream, 2 * iterations, is_async=False),

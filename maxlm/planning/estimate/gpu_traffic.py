@@ -44,6 +44,10 @@ HEAD_GRADIENT = 8.0
 # Arrays of the inner width of experts that the activation reads and writes, in a forward pass and in the backward pass.
 # The products of experts are kernels, so XLA cannot fuse the activation with them. Read off programs for H100.
 EXPERT_ACTIVATION, EXPERT_ACTIVATION_BACKWARD = 3, 4
+# Arrays of the model width that a layer reads and writes, forward and backward, in order to scale the stream, to add a
+# multiple of the first input, whose gradient is a sum over layers, and to keep the stream of one layer in a loop.
+# Counted from the operations.
+SCALED, ADDED, KEPT = 5, 4, 7
 
 
 class Features(NamedTuple):
@@ -87,6 +91,9 @@ def estimate_gpu_traffic(config: Config) -> float:
     def elements(kind: ModelConfig, saved: str) -> float:
         coefficients = COEFFICIENTS[model.scan_layers, saved]
         found = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
+        scaled, added = model.residual_scale or model.embedding_residual, model.embedding_residual
+        kept = model.backout_layer >= 0 and model.scan_layers
+        found += model.dim * (SCALED * scaled + ADDED * added + KEPT * kept)
         if kind.num_experts and not coefficients.feed_forward:
             arrays = EXPERT_ACTIVATION * forward_passes(config) + EXPERT_ACTIVATION_BACKWARD
             found += arrays * activation_dim(config, kind)

@@ -18,6 +18,7 @@ from maxlm.model.attention.chunked import QUERY_BLOCK, query_ranges
 from maxlm.model.attention.cudnn import documents_per_row
 from maxlm.model.layers.masks import layer_windows
 from maxlm.model.parameters import Weight, block_kernels, layer_stacks, weights
+from maxlm.model.stream import num_states
 from maxlm.parallel.layout import SAVING
 from maxlm.planning.estimate.backends import BACKENDS, SUBLANES, Backend
 from maxlm.planning.estimate.experts import backward_bytes, is_first, rows_of
@@ -247,10 +248,12 @@ def _saved_activation_bytes(config: Config, kinds: list[_Sizes], backend: Backen
         kept = dataclasses.replace(config, model=dataclasses.replace(model, remat_policy='none'))
         of_module = _saved_bytes_of_layer(kept, kinds[-1], backend)
     saved += model.mtp_depth * (of_module + 5 * stream)
+    # The earlier states of the stream that later layers use, and the embeddings before they are smeared.
+    saved += stream * (num_states(model) - 1 + (model.smear_channels > 0))
     if mesh.stage > 1:
         # The chunk's input of every iteration, and the buffers of all micro-batches, twice, in the loop's carry.
         iterations = mesh.num_pipeline_repeats * config.accumulation + mesh.stage - 1
-        saved += stream * (iterations + 2 * config.accumulation)
+        saved += num_states(model) * stream * (iterations + 2 * config.accumulation)
     return int(saved), int(on_host)
 
 
@@ -329,6 +332,9 @@ def _layer_work(config: Config, sizes: _Sizes, backend: Backend, capability: tup
     ffn = (backend.gated_again if again else backend.gated) if sizes.gated else backend.ffn
     work = tokens * sizes.width * (ffn * sizes.F + backend.stream * sizes.D)
     work += backend.layer * _matrices(config, sizes) * sizes.width
+    # The table of a layer with a value embedding in the compute dtype, and its gradient, which is summed in float32.
+    has_values = bool(model.value_embedding_pattern)
+    work += (sizes.width + 4) * sizes.V * model.num_kv_heads * model.head_dim * has_values
     work += backward_bytes(config, sizes.kind, ffn, backend.platform)
     if config.mesh.context > 1:
         return int(work)

@@ -56,8 +56,8 @@ def saved_bytes(config: Config, kind: ModelConfig, backend: Backend, policy: Rem
     length = min(LENGTH, config.data.seq_len // mesh.context)
     layers = dataclasses.replace(
         kind,
-        # Two periods of the pattern of attention, in a loop.
-        num_layers=2 * len(kind.attention_pattern),
+        # Two periods of the patterns of layers, in a loop.
+        num_layers=2 * kind.layer_period,
         num_dense_layers=0,
         mtp_depth=0,
         vocab_size=VOCAB_SIZE,
@@ -94,7 +94,7 @@ def _abstract_decoder(model: ModelConfig, platform: str) -> tuple[Any, Any]:
 def _trace(
     model: ModelConfig, policy: RematPolicy, backend: Backend, length: int, has_segments: bool, num_rows: int
 ) -> _Saved:
-    """Returns the bytes that a layer saves for a sequence; with a pattern of attention, the mean of its layers.
+    """Returns the bytes that a layer saves for a sequence; with a pattern of layers, the mean of its layers.
 
     The residuals of a loop over layers are the arrays that it stacks for its backward pass.
     """
@@ -118,7 +118,10 @@ def _trace(
     num_carry = _num_unstacked(body.outvars, loop.outvars)
     start_of_layers = _num_unstacked(body.invars, loop.invars)
     # Arrays that follow from parameters alone, such as casts, are no activations.
-    activations = set(body.invars[start_of_layers - num_carry : start_of_layers])
+    start_of_carry = start_of_layers - num_carry
+    activations = set(body.invars[start_of_carry:start_of_layers])
+    # Rows of value embeddings follow from the token ids.
+    activations.update(value for value in body.invars[:start_of_carry] if value.aval.dtype == jnp.int32)
     buffers: dict[Any, Any] = {}
     for equation in body.eqns:
         inputs = [value for value in equation.invars if not isinstance(value, Literal)]
@@ -137,7 +140,7 @@ def _trace(
             if value.aval.ndim == 2 and value.aval.shape[0] == num_rows:
                 of_rows.add(buffer)
     total, in_rows = sum(sizes.values()), sum(sizes[buffer] for buffer in of_rows)
-    period = len(model.attention_pattern)
+    period = model.layer_period
     return _Saved(in_rows / period, (total - in_rows) / period)
 
 

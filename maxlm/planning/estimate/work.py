@@ -17,7 +17,7 @@ from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.config.user_function import is_function_name
-from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, weights
+from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, value_elements, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
 from maxlm.planning.estimate.experts import (
@@ -253,9 +253,11 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     logits = _vocabulary(config) * (16 + 3 * width) / config.mesh.stage
     # The embedding: a row is read and written; its gradient is added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
+    # Value embeddings also: their sum with the values reads two arrays and writes one.
+    lookups = value_elements(model) * (2 * width + 12 + 3 * width * passes) / config.mesh.tensor
     # A module of multi-token prediction has three norms, and copies both inputs of its projection.
     module = width * (3 * 3 + 2 * 2) * model.dim * passes
-    return tokens * (blocks + (1 + model.mtp_depth) * (logits + lookup) + model.mtp_depth * module)
+    return tokens * (blocks + lookups + (1 + model.mtp_depth) * (logits + lookup) + model.mtp_depth * module)
 
 
 def teacher_bytes(config: Config, capability: tuple[int, int] | None) -> float:

@@ -54,3 +54,17 @@ def test_nanochat():
     # The norms have no parameters.
     assert set(state) == {'embedding', 'blocks', 'head'}
     assert set(state['blocks']) == {'attention', 'feedforward'}
+
+
+def test_nanochat_of_2026():
+    state = initial(model__family='nanochat', model__init='uniform_2026')
+    assert spread(state['embedding']) == 0.8
+    assert spread(state['head']['kernel']) == 0.001
+    assert spread(state['blocks']['attention']['query']['kernel']) == DIM**-0.5
+    up = state['blocks']['feedforward']['up']['kernel']
+    assert spread(up) == 0.4 * DIM**-0.5
+    assert np.abs(up).max() <= 0.4 * (3 / DIM) ** 0.5
+    assert np.all(state['blocks']['attention']['out']['kernel'] == 0)
+    assert np.all(state['blocks']['feedforward']['down']['kernel'] == 0)
+    tied = initial(model__family='nanochat', model__init='uniform_2026', model__tie_embeddings=True)
+    assert spread(tied['embedding']) == 0.02

@@ -110,6 +110,16 @@ STATES |= {
         'optimizer__name': 'muon',
     },
     'multi-token prediction': {'model__mtp_depth': 2, 'mesh__tensor': 2, 'optimizer__ema_decay': 0.9},
+    'value embeddings': {
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+        'mesh__tensor': 2,
+        'mesh__stage': 2,
+        'model__num_layers': 4,
+        'train__per_device_batch_size': 1,
+        'optimizer__moment_dtype': 'int8',
+        'optimizer__name': 'muon',
+    },
     'a teacher': {'teacher': small_config(model__family='llama', model__vocab_size=64, model__dim=64).model},
 }
 # Overrides of CPU programs, and the maximum relative error of each estimate.
@@ -124,6 +134,16 @@ PROGRAMS = {
         {'model__family': 'llama', 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__num_layers': 3},
         # From jaxlib 0.12, the program needs a fifth less than estimated.
         0.15 if jax.__version_info__ < (0, 12) else 0.28,
+    ),
+    'value embeddings': (
+        {
+            'model__family': 'llama',
+            'model__value_embedding_pattern': 'NV',
+            'model__value_gate_channels': 12,
+            'model__remat_policy': 'full',
+            'model__vocab_size': 4096,
+        },
+        0.15,
     ),
     'a teacher': (
         {

@@ -66,6 +66,16 @@ def test_rows_of_experts_grow_with_the_exchange():
     assert len(set(dots)) == 1
 
 
+def test_every_second_layer_saves_the_rows_and_the_factors_of_its_value_embedding():
+    settings = {'model__value_embedding_pattern': 'NV', 'model__num_layers': 4}
+    # Without a gate, the gradient needs no rows.
+    assert saved('none', **settings) == saved('none')
+    # The rows, and one factor per head.
+    gated = {**settings, 'model__value_gate_channels': 4}
+    assert saved('none', **gated) - saved('none') == pytest.approx(D / 2, abs=2 * N)
+    assert saved('full', **gated) == saved('full')
+
+
 def test_the_mean_over_a_pattern_of_attention():
     patterned = {'model__attention_pattern': 'SL', 'model__sliding_window': 4, 'model__num_layers': 4}
     assert saved('none', **patterned) == saved('none')
