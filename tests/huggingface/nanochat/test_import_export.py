@@ -1,12 +1,15 @@
 """Checkpoints of nanochat are imported with equal logits, and exported with equal files."""
 
+import dataclasses
 import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from flax import nnx
 
 from maxlm.cli.models import hf
 from maxlm.data.chat.encoder import ChatEncoder
@@ -16,6 +19,8 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.huggingface.nanochat.layout import model_config
 from maxlm.inference.load import load_model
 from maxlm.inference.prompts import text_prompt
+from maxlm.model.layers.kv_cache import init_caches
+from maxlm.model.smear import NO_TOKEN
 from maxlm.workdir.files import read_config
 from tests.huggingface.nanochat.files import Reference, save, save_tokenizer
 from tests.huggingface.workdirs import MODELS, make_workdir
@@ -23,8 +28,9 @@ from tests.parameters import decoder_graph, logits
 from tests.small import model_keys, small_config
 from tests.test_bad_input import assert_one_line
 
-FIRST = Reference('first')
+FIRST, PRESENT = Reference('first'), Reference('present')
 IDS = '--tokenizer=ids:70'
+NEW = {'rope_theta': 100_000.0, 'relative_attention_multiplier': 1.44}
 
 
 @pytest.fixture
@@ -73,20 +79,73 @@ def test_logits_of_2025_are_those_of_nanochat(first):
     np.testing.assert_allclose(logits_of(workdir, FIRST.arrays['ids']), expected, atol=1e-5)
 
 
-def test_an_export_has_the_same_tensors_and_config(first, tmp_path):
-    directory, workdir = first
+@pytest.fixture(scope='module')
+def present(tmp_path_factory):
+    """Returns the directory of a checkpoint of 2026 with a tokenizer of 64 ids."""
+    directory = tmp_path_factory.mktemp('present')
+    save(directory, PRESENT)
+    return directory, imported(directory, directory / 'run', '--tokenizer=ids:64')
+
+
+def test_the_config_of_2026(present):
+    _, workdir = present
+    model = read_config(workdir).model
+    found = (model.attention_pattern, model.sliding_window, model.backout_layer, model.value_embedding_pattern)
+    assert found == ('SLL', 129, 1, 'NV')
+
+
+def test_logits_of_2026_are_those_of_nanochat(present):
+    _, workdir = present
+    expected = PRESENT.arrays['logits']
+    assert expected.std() > 0.3, 'logits near zero would agree with anything'
+    np.testing.assert_allclose(logits_of(workdir, PRESENT.arrays['ids']), expected, atol=1e-5)
+
+
+def test_logits_of_2026_beyond_the_window_with_and_without_a_cache(present):
+    _, workdir = present
+    ids, expected = PRESENT.arrays['ids_long'].astype(np.int32), PRESENT.arrays['logits_long_last8'][0]
+    model = load_model(str(workdir), num_devices=1)
+    config = model.config.model
+    # The last one is a negative control: the window matters.
+    graphs = [decoder_graph(config), decoder_graph(dataclasses.replace(config, sliding_window=300))]
+
+    @jax.jit
+    def compute(params):
+        def step(carry, token):
+            previous, position, cache = carry
+            decoder = nnx.merge(graphs[0], params)
+            one = token[None, None], position[None, None], previous[None, None]
+            hidden, cache, _ = decoder(one[0], positions_BT=one[1], previous_BT=one[2], cache=cache)
+            return (token, position + 1, cache), decoder.logits(hidden)[0, 0]
+
+        cache = init_caches(config, 1, ids.shape[1])
+        _, by_token = jax.lax.scan(step, (jnp.int32(NO_TOKEN), jnp.int32(0), cache), ids[0])
+        return by_token, *(logits(graph, params, ids)[0] for graph in graphs)
+
+    by_token, whole, wide = (np.asarray(found)[-8:] for found in compute(model.params))
+    np.testing.assert_allclose(by_token, expected, atol=1e-5)
+    np.testing.assert_allclose(whole, expected, atol=1e-5)
+    assert np.abs(wide - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize('name', ['first', 'present'])
+def test_an_export_has_the_same_tensors_and_config(name, tmp_path, request):
+    directory, workdir = request.getfixturevalue(name)
+    reference, size = {'first': (FIRST, 70), 'present': (PRESENT, 64)}[name]
     run('export-nanochat', f'--checkpoint={workdir}', f'--output={tmp_path / "exported"}')
     before = torch.load(directory / 'model_000010.pt', weights_only=True)
     after = torch.load(tmp_path / 'exported' / 'model_000000.pt', weights_only=True)
-    assert list(after) == list(before)
+    assert after.keys() == before.keys()
     for name, tensor in before.items():
-        rows = 70 if name in ('transformer.wte.weight', 'lm_head.weight') else None
+        rows = size if name in ('transformer.wte.weight', 'lm_head.weight') else None
         assert torch.equal(after[name][:rows], tensor[:rows]), name
         assert after[name].shape == tensor.shape
         assert rows is None or not after[name][rows:].any()
     meta = json.loads((tmp_path / 'exported' / 'meta_000000.json').read_text())
-    assert meta == {'step': 0, 'model_config': FIRST.config}
-    again = imported(tmp_path / 'exported', tmp_path / 'again', IDS)
+    # The pattern of three layers is SL followed by L for the last layer.
+    pattern = {'window_pattern': 'SLL'} if reference is PRESENT else {}
+    assert meta == {'step': 0, 'model_config': {**reference.config, **pattern}}
+    again = imported(tmp_path / 'exported', tmp_path / 'again', f'--tokenizer=ids:{size}')
     assert read_config(again) == read_config(workdir)
 
 
@@ -187,7 +246,7 @@ def test_an_import_without_a_tokenizer_says_so(tmp_path, capfd):
         ({'vocab_size': 200}, ['has shape (128, 16), but (256, 16)']),
         ({'vocab_size': 2**31 - 1}, ['has shape (128, 16), but (2147483648, 16)']),
         ({'sequence_len': None}, ['sequence_len=None']),
-        ({'window_pattern': 'SL'}, ['window_pattern=', 'not supported for nanochat of 2025']),
+        ({'window_pattern': 'SL'}, ["window_pattern='SL': not a pattern of nanochat of 2025"]),
         ({'window_pattern': ''}, ['window_pattern=']),
         ({'n_experts': 4}, ["'n_experts', which maxlm does not know"]),
     ],
@@ -227,6 +286,19 @@ def test_other_tensors_are_refused(tmp_path, refused):
     changed.weights['lm_head.weight'] = np.full_like(changed.weights['lm_head.weight'], np.nan)
     save(tmp_path, changed)
     refused('import', f'--input={tmp_path}', IDS, parts=['lm_head.weight has values that are not finite'])
+
+
+def test_checkpoints_between_the_two_layouts_are_refused_by_name(tmp_path, refused):
+    changed = Reference('present')
+    for name in ('smear_gate.weight', 'smear_lambda', 'backout_lambda'):
+        del changed.weights[name]
+    save(tmp_path, changed)
+    refused('import', f'--input={tmp_path}', IDS, parts=['resid_lambdas', 'between 2026-01-11 and 2026-03-14'])
+    changed = Reference('present')
+    gate = 'transformer.h.0.attn.ve_gate.weight'
+    changed.weights[gate] = np.zeros((2, 32), np.float32)
+    save(tmp_path, changed)
+    refused('import', f'--input={tmp_path}', IDS, parts=[f'{gate} has shape (2, 32), but (2, 12)'])
 
 
 def test_forged_files_are_refused_and_not_run(tmp_path, refused, monkeypatch):
@@ -274,20 +346,19 @@ def test_directories_without_a_model_name_their_files(tmp_path, refused):
 
 def test_models_that_nanochat_cannot_express_are_not_exported(tmp_path, refused):
     cases = {
-        'llama': ({'family': 'llama', 'ffn_dim': 128}, 'model.activation=swiglu'),
-        'base': ({'family': 'nanochat', 'rope_theta': 20_000.0}, 'model.rope_theta=20000.0'),
-        'window': (
-            {'family': 'nanochat', 'attention_pattern': 'SL', 'sliding_window': 5},
-            'model.attention_pattern=SL',
-        ),
-        'epsilon': ({'family': 'nanochat', 'norm_epsilon': 1e-3}, 'model.norm_epsilon=0.001'),
-        'cap': ({'family': 'nanochat', 'logit_softcap': 14.0}, 'model.logit_softcap=14.0'),
+        'model.activation=swiglu': {'activation': 'swiglu', 'ffn_dim': 128},
+        'model.rope_theta=20000.0': {'rope_theta': 20_000.0},
+        'model.attention_pattern=SL': {'attention_pattern': 'SL', 'sliding_window': 5},
+        'model.norm_epsilon=0.001': {'norm_epsilon': 1e-3},
+        'model.logit_softcap=14.0': {'logit_softcap': 14.0},
+        'model.embedding_residual=False': {**NEW, 'residual_scale': True},
+        'model.residual_scale=False': {**NEW, 'smear_channels': 24},
     }
-    for name, (settings, part) in cases.items():
-        with pytest.raises(InputError, match=f'{re.escape(part)}: nanochat of 2025 has '):
-            model_config(small_config(**model_keys(vocab_size=61, **settings)).model)
+    for part, settings in cases.items():
+        with pytest.raises(InputError, match=f'{re.escape(part)}: nanochat .* has '):
+            model_config(small_config(**model_keys(family='nanochat', vocab_size=61, **settings)).model)
     make_workdir(tmp_path / 'run', MODELS['llama'])
-    refused('export-nanochat', f'--checkpoint={tmp_path / "run"}', parts=['nanochat of 2025 has', 'maxlm hf export'])
+    refused('export-nanochat', f'--checkpoint={tmp_path / "run"}', parts=['nanochat of 2025 has', 'another format'])
 
 
 def test_a_model_trained_here_is_exported(tmp_path, caplog):
