@@ -278,7 +278,7 @@ def _biases(fields: Fields, row: Architecture) -> dict[str, bool]:
 def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, Any]:
     """Returns the attention pattern and the sliding window."""
     if row is SMOLLM3:
-        return _pattern(_rotated(fields, num_layers), 0)
+        return shortest_pattern(_rotated(fields, num_layers), 0)
     sliding_window, is_qwen = 0, row in (QWEN2, QWEN3)
     if row.sliding_window is not None or (is_qwen and fields.flag('use_sliding_window', False)):
         default = 4096 if row.sliding_window is None else row.sliding_window
@@ -306,7 +306,7 @@ def _attention(fields: Fields, row: Architecture, num_layers: int) -> dict[str, 
         if types is None:
             raise fields.error('sliding_window', f'must be {NUMBERS["sliding_window"]}')
         raise fields.error('layer_types', 'sliding_attention requires a window; set sliding_window')
-    return _pattern(''.join('S' if slides else 'L' for slides in sliding), sliding_window)
+    return shortest_pattern(''.join('S' if slides else 'L' for slides in sliding), sliding_window)
 
 
 def _rotated(fields: Fields, num_layers: int) -> str:
@@ -323,7 +323,7 @@ def _rotated(fields: Fields, num_layers: int) -> str:
     return ''.join('L' if entry else 'N' for entry in rotated[:num_layers])
 
 
-def _pattern(letters: str, sliding_window: int) -> dict[str, Any]:
+def shortest_pattern(letters: str, sliding_window: int) -> dict[str, Any]:
     """Returns the pattern of the letters of all layers, and the window if there is one."""
     # The shortest pattern that repeats to all layers, because one period of it is compiled.
     num_layers = len(letters)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from maxlm.checkpoint.streaming import StreamedArray, num_reads, write_step
 from maxlm.config.resolve import config_for_model
+from maxlm.config.schema import Config
 from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.model_files import read_json_object
 from maxlm.errors import InputError
@@ -31,6 +33,9 @@ from maxlm.log import logger, progress_bar
 from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.storage.check_directory import check_entries
 from maxlm.workdir.files import CONFIG, EXPORT_FILES, HF_CONFIG, TOKENIZER
+
+_WEIGHTS = ('.pt', '.pth', '.bin', '.ckpt', '.gguf', '.safetensors')
+_SHOWN_FILES = 5
 
 
 class Imported(NamedTuple):
@@ -67,6 +72,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
             "merge it with PEFT's merge_and_unload, or remove the file to import the model without the adapter"
         )
     path = directory / CONFIG
+    _check_exists(path)
     check_entries(directory, (CONFIG, TOKENIZER, *EXPORT_FILES))
     values = read_json_object(path, must_exist=True)
     check_supported(Fields(values, str(path)), ARCHITECTURES)
@@ -87,20 +93,55 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     if text.remark:
         logger.info(text.remark)
     config = config_for_model(dataclasses.asdict(model), str(path))
-    shapes = parameter_shapes(rows)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    original = json.dumps(kept_config(values, directory), indent=2).encode()
+    arrays = streamed_arrays(files, rows, names)
+    parameters = write_workdir(workdir, config, {HF_CONFIG: original, **text.files}, arrays, show=show)
+    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
+
+
+def write_workdir(
+    workdir: Path, config: Config, files: Mapping[str, bytes], arrays: Mapping[str, StreamedArray], *, show: bool
+) -> int:
+    """Writes a workdir with one checkpoint, step 0.
+
+    Args:
+        workdir: a new path.
+        config: resolved config of the model.
+        files: content of other files by name.
+        arrays: the parameters by dotted path.
+        show: whether to show progress.
+
+    Returns:
+        The number of parameters.
+
+    Raises:
+        InputError: the workdir cannot be written. No files remain.
+    """
+    parameters = sum(math.prod(array.shape) for array in arrays.values())
     check_space('--output', workdir, 4 * parameters)
-    arrays = _arrays(files, rows, names, shapes)
     with (
         new_directory('--output', workdir) as partial,
         progress_bar('import', total=num_reads(arrays), unit='array', show=show) as bar,
     ):
         (partial / CONFIG).write_text(to_json(config), encoding='utf-8')
-        (partial / HF_CONFIG).write_text(json.dumps(kept_config(values, directory), indent=2), encoding='utf-8')
-        for name, content in text.files.items():
+        for name, content in files.items():
             (partial / name).write_bytes(content)
         write_step(partial, 0, arrays, on_read=bar.update)
-    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
+    return parameters
+
+
+def _check_exists(path: Path) -> None:
+    """Raises InputError unless a directory has a config.json. The message names files that it has instead."""
+    if os.path.lexists(path):
+        return
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    # Files of weights first.
+    names.sort(key=lambda name: not name.endswith(_WEIGHTS))
+    found = ', '.join(names[:_SHOWN_FILES]) + (f' and {len(names) - _SHOWN_FILES} more' * (len(names) > _SHOWN_FILES))
+    raise InputError(
+        f'{path}: no such file; found {found or "an empty directory"}; give a directory in the format of Transformers, '
+        'or one with model_NNNNNN.pt and meta_NNNNNN.json of nanochat'
+    )
 
 
 def match_tensors(
@@ -180,9 +221,22 @@ class _Part(NamedTuple):
     source: int
 
 
-def _arrays(
-    files: TensorFiles, rows: Sequence[Tensor], names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, StreamedArray]:
+class _Reader(Protocol):
+    """Reads the tensors of files by name."""
+
+    def path(self, name: str) -> Path: ...
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def streamed_arrays(files: _Reader, rows: Sequence[Tensor], names: Mapping[str, str]) -> dict[str, StreamedArray]:
+    """Returns the parameters of a model by dotted path, which are read while they are written.
+
+    Args:
+        files: the tensors of the files.
+        rows: the tensors of the model.
+        names: name of each tensor in the files.
+    """
+    shapes = parameter_shapes(rows)
     parts: dict[tuple[str, int | None], list[_Part]] = {}
     for tensor in rows:
         for index, path in enumerate(tensor.sources):

@@ -1,4 +1,4 @@
-"""Types and ranges of the numbers that are read from the JSON files of a Hugging Face directory."""
+"""Types and ranges of the numbers that are read from the JSON files of a model."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ NUMBERS: dict[str, Number] = {
     'n_embd': _integer('dim'),
     'num_hidden_layers': _integer('num_layers'),
     'n_layer': _integer('num_layers'),
+    'n_kv_head': _integer('num_kv_heads'),
     'num_attention_heads': _integer('num_heads'),
     'n_head': _integer('num_heads'),
     'num_key_value_heads': _integer('num_kv_heads'),
@@ -68,6 +69,7 @@ NUMBERS: dict[str, Number] = {
     'n_inner': _integer('ffn_dim'),
     'max_position_embeddings': _POSITIONS,
     'n_positions': _POSITIONS,
+    'sequence_len': _POSITIONS,
     'sliding_window': _integer('sliding_window'),
     'max_window_layers': _COUNT,
     'sliding_window_pattern': Number(True, Range(1, INT32)),

@@ -1,4 +1,4 @@
-"""Imports and exports models of Hugging Face."""
+"""Imports and exports models of Hugging Face, GGUF and nanochat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from maxlm.formatting import format_bytes
 from maxlm.huggingface.export_gguf import BLOCK, export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.export_peft import export_adapter
-from maxlm.huggingface.import_model import import_model
+from maxlm.huggingface.import_model import Imported, import_model
+from maxlm.huggingface.nanochat.export_checkpoint import export_checkpoint
+from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.workdir.files import CONFIG
@@ -22,7 +24,7 @@ def execute(options: argparse.Namespace) -> int:
     """Imports or exports one model."""
     with Console():
         if options.command == 'import':
-            done = import_model(options.input, options.output, show=True)
+            done = _import(options)
             print(f'{done.workdir}: {done.class_name} of {done.parameters:,} parameters')
             for label, tokens in done.boundaries.items():
                 print(f'  {label}: {tokens}')
@@ -56,6 +58,13 @@ def execute(options: argparse.Namespace) -> int:
             )
             print_next('llama-cli', '-m', str(file.path), '-p', 'Hello')
             return EXIT_DONE
+        if options.command == 'export-nanochat':
+            saved = export_checkpoint(options.checkpoint, options.output, dtype=options.dtype, show=True)
+            print(
+                f'{saved.directory}: {", ".join(saved.files)} of {saved.parameters:,} parameters, '
+                f'{format_bytes(saved.bytes)} in {options.dtype}'
+            )
+            return EXIT_DONE
         upload = _upload(options)
         exported = export_model(
             options.checkpoint,
@@ -75,6 +84,17 @@ def execute(options: argparse.Namespace) -> int:
     if not upload:
         print_next('maxlm', 'serve', f'--checkpoint={output}')
     return EXIT_DONE
+
+
+def _import(options: argparse.Namespace) -> Imported:
+    if checkpoint := find_checkpoint(options.input):
+        return import_checkpoint(checkpoint, options.output, tokenizer=options.tokenizer, show=True)
+    if options.tokenizer:
+        raise InputError(
+            f'--tokenizer={options.tokenizer}: applies only to checkpoints of nanochat, and --input={options.input} is '
+            'none; copy tokenizer.json into that directory instead'
+        )
+    return import_model(options.input, options.output, show=True)
 
 
 UNITS = {'': 1, 'KB': 10**3, 'MB': 10**6, 'GB': 10**9, 'TB': 10**12, 'KIB': 2**10, 'MIB': 2**20, 'GIB': 2**30}

@@ -1,15 +1,19 @@
-"""Imports and exports models in the format of Hugging Face Transformers, on local disks.
+"""Imports and exports models in the formats of Hugging Face Transformers, GGUF and nanochat, on local disks.
 
-    maxlm hf import --input=DIR --output=WORKDIR
+    maxlm hf import --input=DIR --output=WORKDIR [--tokenizer=FILE|DIR|ids:N]
     maxlm hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
     maxlm hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
     maxlm hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
+    maxlm hf export-nanochat --checkpoint=CKPT --output=DIR [--dtype=bfloat16]
 
 CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
 model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
 with adapters (model.lora_rank), export merges them into the model, and export-adapter writes only the adapters, for
 PEFT. export-gguf writes one file for llama.cpp, for the architectures that it runs (docs/models.md). Quantized weights
 are dequantized.
+
+import also reads the files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without
+running their pickles, and export-nanochat writes them.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ def main(argv: list[str]) -> int:
 
 def make_parser() -> ArgumentParser:
     parser = command_parser('hf', __doc__, 'import --input=Qwen3-0.6B --output=runs/qwen3')
-    commands = parser.add_subparsers(dest='command', required=True, metavar='import|export|export-adapter|export-gguf')
+    commands = parser.add_subparsers(
+        dest='command', required=True, metavar='import|export|export-adapter|export-gguf|export-nanochat'
+    )
 
     def command(name: str, help: str, example: str) -> ArgumentParser:
         return commands.add_parser(
@@ -45,11 +51,24 @@ def make_parser() -> ArgumentParser:
         )
 
     importer = command(
-        'import', 'creates a workdir from a Transformers directory', '--input=Qwen3-0.6B --output=runs/qwen3'
+        'import',
+        'creates a workdir from a directory of Transformers or nanochat',
+        '--input=Qwen3-0.6B --output=runs/qwen3',
     )
     local = PathOption(Kind.DIRECTORY)
     importer.add_argument(
-        '--input', type=local, required=True, help='Transformers directory with config.json and safetensors'
+        '--input',
+        type=PathOption(),
+        required=True,
+        help='Transformers directory with config.json and safetensors, directory of nanochat with model_NNNNNN.pt and '
+        'meta_NNNNNN.json (its newest step), or one model_NNNNNN.pt',
+    )
+    importer.add_argument(
+        '--tokenizer',
+        type=PathOption(may_be_empty=True),
+        default='',
+        help='for nanochat: tokenizer.pkl, tokenizer.json or their directory, or ids:N[:END] for N token ids as text, '
+        "of which END ends documents (default: beside the checkpoint, or in nanochat's directory tokenizer)",
     )
     importer.add_argument('--output', type=local, required=True, help='new workdir')
     exporter = command(
@@ -107,6 +126,16 @@ def make_parser() -> ArgumentParser:
     single.add_shared('--checkpoint')
     single.add_argument('--output', type=PathOption(Kind.FILE), required=True, help='new file')
     single.add_argument('--dtype', choices=GGUF_DTYPES, default='f16', help='dtype of the matrices (%(default)s)')
+    nanochat = command(
+        'export-nanochat',
+        'writes a checkpoint as the files of nanochat',
+        '--checkpoint=runs/d12 --output=base_checkpoints/d12',
+    )
+    nanochat.add_shared('--checkpoint')
+    nanochat.add_argument('--output', type=local, required=True, help='new directory')
+    nanochat.add_argument(
+        '--dtype', choices=SAFETENSORS_DTYPES, default='float32', help='dtype of the weights (%(default)s)'
+    )
     return parser
 
 

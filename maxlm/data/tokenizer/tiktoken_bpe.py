@@ -24,6 +24,20 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
 
     The encoder raises ValueError for text that tiktoken cannot split, such as a very long sequence of spaces.
     """
+    if split_pattern(json.loads(library.to_str())) != WORDS:
+        return None
+    ranks = byte_pair_ranks(library)
+    if ranks is None:
+        return None
+
+    import tiktoken
+
+    encoding = tiktoken.Encoding('maxlm', pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+    return lambda text: encoding.encode_to_numpy(text, disallowed_special=())
+
+
+def byte_pair_ranks(library: tokenizers.Tokenizer) -> dict[bytes, int] | None:
+    """Returns the bytes and the id of each token with which tiktoken merges the same pairs; None if it does not."""
     fields = json.loads(library.to_str())
     if not _is_plain(fields):
         return None
@@ -38,23 +52,39 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
         return None
     if any(len(library.model.tokenize(token)) != 1 for token in made):
         return None
-
-    import tiktoken
-
     byte_of = {character: byte for byte, character in spelling.items()}
-    ranks = {bytes(byte_of[character] for character in token): i for token, i in ids.items()}
-    encoding = tiktoken.Encoding('maxlm', pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
-    return lambda text: encoding.encode_to_numpy(text, disallowed_special=())
+    return {bytes(byte_of[character] for character in token): i for token, i in ids.items()}
+
+
+def split_pattern(fields: dict[str, Any]) -> str | None:
+    """Returns the regular expression that splits a text into words before byte-level BPE.
+
+    Args:
+        fields: content of a `tokenizer.json`.
+
+    Returns:
+        The expression, or None if the tokenizer splits otherwise.
+    """
+    match fields['pre_tokenizer']:
+        case {'type': 'ByteLevel', 'use_regex': True, 'add_prefix_space': False}:
+            return WORDS
+        case {
+            'type': 'Sequence',
+            'pretokenizers': [
+                {'type': 'Split', 'pattern': {'Regex': str(pattern)}, 'behavior': 'Isolated', 'invert': False},
+                {'type': 'ByteLevel', 'use_regex': False, 'add_prefix_space': False},
+            ],
+        }:
+            return pattern
+    return None
 
 
 def _is_plain(fields: dict[str, Any]) -> bool:
-    """Returns True if `tokenizer.json` uses only the words of GPT-2 and byte-level merges."""
-    model, pre_tokenizer = fields['model'], fields['pre_tokenizer'] or {}
+    """Returns True if a `tokenizer.json` uses only byte-level merges after its words."""
+    model = fields['model']
     options = ('dropout', 'continuing_subword_prefix', 'end_of_word_suffix', 'byte_fallback', 'ignore_merges')
     return (
-        (model['type'], pre_tokenizer.get('type')) == ('BPE', 'ByteLevel')
-        and pre_tokenizer['use_regex']
-        and not pre_tokenizer['add_prefix_space']
+        model['type'] == 'BPE'
         and not any(model[option] for option in options)
         and not any(fields[step] for step in ('normalizer', 'truncation', 'padding'))
         and all(token['special'] for token in fields['added_tokens'])

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -174,7 +174,7 @@ def write_tensors(
         with (directory / file_name).open('wb') as file:
             file.write(_header([by_name[name] for name in shard], dtype))
             for name in shard:
-                _write_values(file, by_name[name], dtype)
+                write_values(file, by_name[name], dtype)
                 on_written(name)
 
 
@@ -210,7 +210,7 @@ def _header(entries: Sequence[TensorEntry], dtype: str) -> bytes:
     return len(text).to_bytes(8, 'little') + text
 
 
-def _write_values(file: BinaryIO, entry: TensorEntry, dtype: str) -> None:
+def write_values(file: IO[bytes], entry: TensorEntry, dtype: str) -> None:
     array = entry.make()
     assert array.shape == entry.shape, (entry.name, array.shape, entry.shape)
     for rows in _blocks(entry.shape):

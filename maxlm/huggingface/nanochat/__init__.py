@@ -1,0 +1,1 @@
+"""Reads and writes checkpoints in the format of nanochat, without PyTorch and without running pickles."""
