@@ -42,17 +42,23 @@ VOCAB_SIZE = 2**15
 
 
 def get_phases(variant: str = '24') -> list[str]:
-    return [
+    phases = [
         f'prepare --input {{text}} --output data/depth-{variant} --tokenizer {{tokenizer:chars}}',
         f'train --config={{config}}:{variant}',
     ]
+    if variant.endswith('2025'):
+        return phases
+    # Transformers cannot express the model of 2026.
+    run = f'runs/depth-{variant}'
+    return [*phases, f'hf export-nanochat --checkpoint {run} --output {run}/nanochat']
 
 
 def get_config(variant: str = '24') -> ConfigDict:
     if variant == 'smoke':
         config = shrink(get_config('2'))
-        # The window of the recipe is longer than these sequences.
+        # The window of the recipe is longer than these sequences. nanochat has this ratio of widths only.
         config.model.sliding_window = config.data.seq_len // 4
+        config.model.ffn_dim = 4 * config.model.dim
         config.data.path = 'data/depth-smoke'
         return config
     depth, dash, year = ('24-2025' if variant == '2025' else variant).partition('-')
@@ -114,7 +120,6 @@ def _shared(num_layers: int) -> ConfigDict:
     # The published interval, an hour; in addition, maxlm saves at least every 20 minutes.
     config.checkpoint.save_interval_steps = 730
     config.checkpoint.max_to_keep = 3
-    config.export.at_end = True
     return config
 
 
@@ -133,6 +138,7 @@ def _set_recipe_of_2025(config: ConfigDict) -> None:
     config.optimizer.weight_decay = 0.0
     config.optimizer.wsd_decay_fraction = 0.2
     config.optimizer.max_grad_norm = 1.0
+    config.export.at_end = True
     config.export.architecture = 'nanochat'
 
 
