@@ -1,6 +1,6 @@
 """nanochat models scaled by depth: depth N has width 64 · N and head dimension 128.
 
-The remaining settings follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The
+Odd depths have the next multiple of 128 as width, in the recipe of 2025 only for their heads. The remaining settings follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The
 set-up that this config reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to
 about depth 44.
 
@@ -56,8 +56,8 @@ def get_phases(variant: str = '24') -> list[str]:
 def get_config(variant: str = '24') -> ConfigDict:
     if variant == 'smoke':
         config = shrink(get_config('2'))
-        # The window of the recipe is longer than these sequences. nanochat has this ratio of widths only.
-        config.model.sliding_window = config.data.seq_len // 4
+        # nanochat's windows have 128 tokens or more, as these sequences. It has this ratio of widths only.
+        config.model.attention_pattern, config.model.sliding_window = 'L', 0
         config.model.ffn_dim = 4 * config.model.dim
         config.data.path = 'data/depth-smoke'
         return config
@@ -76,16 +76,21 @@ def get_config(variant: str = '24') -> ConfigDict:
     return config
 
 
+def _width(num_layers: int) -> int:
+    """Returns the width of a depth, a multiple of the head dimension."""
+    return -(-64 * num_layers // HEAD_DIM) * HEAD_DIM
+
+
 def _shared(num_layers: int) -> ConfigDict:
     """Returns what both recipes share."""
-    dim = 64 * num_layers
+    dim = _width(num_layers)
     config = default()
 
     config.model.family = 'nanochat'
     config.model.num_layers = num_layers
     config.model.dim = dim
     config.model.head_dim = HEAD_DIM
-    config.model.num_heads = -(-dim // HEAD_DIM)
+    config.model.num_heads = dim // HEAD_DIM
     config.model.ffn_dim = 4 * dim
     # Compiled for 8 × H100: at depth 24, unrolled layers without rematerialization are the fastest. Depth 64 only fits
     # with rematerialization, which saves memory only in a loop over the layers.
@@ -124,7 +129,9 @@ def _shared(num_layers: int) -> ConfigDict:
 
 
 def _set_recipe_of_2025(config: ConfigDict) -> None:
-    num_layers, dim = config.model.num_layers, config.model.dim
+    num_layers = config.model.num_layers
+    config.model.dim = dim = 64 * num_layers
+    config.model.ffn_dim = 4 * dim
     if num_layers != PUBLISHED_DEPTH:
         config.train.num_tokens = 20 * 12 * num_layers * dim**2
     config.train.global_batch_size = 256
@@ -215,5 +222,5 @@ def _set_recipe_of_2026(config: ConfigDict) -> None:
 
 def _scaling_parameters(num_layers: int) -> int:
     """Returns the number of parameters of the blocks' matrices and the head."""
-    dim = 64 * num_layers
+    dim = _width(num_layers)
     return 12 * num_layers * dim**2 + VOCAB_SIZE * dim

@@ -197,8 +197,11 @@ def test_without_a_variant_the_file_chooses(name):
 def test_depth_determines_the_model():
     for depth in (1, 5, 24):
         config = load(f'configs/depth.py:{depth}')
-        assert (config.model.num_layers, config.model.dim, config.model.head_dim) == (depth, 64 * depth, 128)
-        assert config.model.num_heads * 128 >= config.model.dim
+        assert (config.model.num_layers, config.model.head_dim) == (depth, 128)
+        # nanochat's width is a multiple of the head dimension.
+        assert config.model.dim == config.model.num_heads * 128 == -(-depth // 2) * 128
+        before = load(f'configs/depth.py:{depth}-2025').model
+        assert (before.dim, before.num_heads) == (64 * depth, config.model.num_heads)
     with pytest.raises(InputError, match='whole number'):
         load('configs/depth.py:2.5')
 
