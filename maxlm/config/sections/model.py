@@ -203,7 +203,7 @@ class ModelConfig:
     # standard deviation of a tied embedding.
     init_std: Epsilon = 0.02
     # Width and number of layers at which the learning rates were tuned. Initial values and learning rates are scaled
-    # from there to this model (docs/transfer.md); 0 = not scaled.
+    # from there to this model (docs/optimizers.md); 0 = not scaled.
     base_dim: Annotated[int, Range(0, 2**20)] = 0
     base_num_layers: Annotated[int, Range(0, 999)] = 0
     # Dropout probability, after the embedding and at the end of each residual branch.
