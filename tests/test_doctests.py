@@ -1,4 +1,4 @@
-"""The examples in docstrings of config, training step, optimizers, losses and sampling run, and show what they print."""
+"""The examples in docstrings of config, step, optimizers, losses and sampling run, and show what they print."""
 
 import doctest
 import importlib

@@ -26,7 +26,7 @@ from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.optimizers.optimizer import make_optimizer
 from maxlm.training.optimizers.parameter_groups import check_groups
-from maxlm.training.optimizers.schedule import Completion, Progress, make_schedule
+from maxlm.training.optimizers.schedule import Progress, RunFractions, make_schedule
 from maxlm.training.optimizers.state_placement import place_state
 from maxlm.training.optimizers.trainable import check_patterns, param_paths, trainable
 from maxlm.training.optimizers.user_optimizer import Parameter, check_optimizer, user_optimizer
@@ -228,7 +228,7 @@ def optimizer_of(
     config: Config,
     layout: Layout,
     schedule: optax.Schedule | None = None,
-    completion: Completion | None = None,
+    fractions: RunFractions | None = None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of a config's model; see `make_optimizer` and `user_optimizer`.
 
@@ -236,14 +236,14 @@ def optimizer_of(
         config: resolved config.
         layout: layout of the devices.
         schedule: schedule of the learning rate; None selects the config's schedule for `train.num_steps`.
-        completion: completed fractions of the run; None selects those of `train.num_steps`.
+        fractions: completed fractions of the run; None selects those of `train.num_steps`.
     """
     schedule = schedule or make_schedule(config.optimizer, config.train.num_steps)
     if is_function_name(config.optimizer.name):
         return user_optimizer(config.optimizer, schedule, _described_params(config, layout))
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
-    return make_optimizer(config, axes, layout.of_state, schedule, completion)
+    return make_optimizer(config, axes, layout.of_state, schedule, fractions)
 
 
 def ignores_schedule(config: Config, layout: Layout) -> bool:

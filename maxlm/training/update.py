@@ -17,7 +17,7 @@ from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.offload import layer_by_layer
-from maxlm.training.optimizers.schedule import Completion, make_completion, make_schedule
+from maxlm.training.optimizers.schedule import RunFractions, make_run_fractions, make_schedule
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
 from maxlm.training.optimizers.update_metrics import update_metrics
 from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
@@ -103,12 +103,12 @@ def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransfo
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped
         schedule = make_schedule(config.optimizer, config.train.num_steps, state.progress)
-        completion = make_completion(config.optimizer, config.train.num_steps, state.progress)
+        fractions = make_run_fractions(config.optimizer, config.train.num_steps, state.progress)
         if state.progress is not None:
             # The optimizer counts updates, without the skipped steps.
-            schedule, *fractions = (partial(_at_step, each, state.step) for each in (schedule, *completion))
-            completion = Completion(*fractions)
-        transform = optimizer or optimizer_of(config, layout, schedule, completion)
+            schedule, *rest = (partial(_at_step, each, state.step) for each in (schedule, *fractions))
+            fractions = RunFractions(*rest)
+        transform = optimizer or optimizer_of(config, layout, schedule, fractions)
         metrics: Metrics = {} if optimizer else {'learning_rate': jnp.asarray(schedule(num_updates))}
 
         def apply(grads: Params, params: Params, opt_state: Any, ema: Params | None) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def test_json_round_trip(config_file):
         ),
         ('optimizer.muon_coefficients=polar_express', ['set it to newton_schulz, or set optimizer.name=muon']),
         ('optimizer.muon_beta2=0.9', ['optimizer.muon_beta2=0.9 has no effect with optimizer.name=adamw']),
-        ("optimizer.groups=(('embedding', 'beta=0.9'),)", ["'beta=0.9'", "'beta1'"]),
+        ("optimizer.groups=(('embedding', 'beta=0.9'),)", ["'beta=0.9'", "did you mean 'beta"]),
         ('optimizer.schedule=wds', ["'wds'", "'wsd'"]),
         ('mesh.data=-1', ['mesh.data', 'mesh.fsdp', '-1']),
         ('mesh.tensor=0', ['mesh.tensor=0']),

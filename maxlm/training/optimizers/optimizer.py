@@ -17,7 +17,7 @@ from maxlm.training.optimizers.decay import decay_and_scale
 from maxlm.training.optimizers.muon import Rescaling, momentum_schedule, scale_by_muon, update_scale
 from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.optimizers.quantized_moments import Moment, init_moment, rounding_seed, update_moments
-from maxlm.training.optimizers.schedule import Completion, make_completion
+from maxlm.training.optimizers.schedule import RunFractions, make_run_fractions
 
 
 def make_optimizer(
@@ -25,7 +25,7 @@ def make_optimizer(
     axes: Mapping[tuple[str, ...], tuple[str, ...]],
     layout: Layout,
     schedule: optax.Schedule,
-    completion: Completion | None = None,
+    fractions: RunFractions | None = None,
 ) -> optax.GradientTransformation:
     """Returns the optimizer of a resolved config: p ← p - rate · (direction + weight_decay · p).
 
@@ -39,10 +39,10 @@ def make_optimizer(
         axes: logical axes of every parameter, by path.
         layout: layout of the parameters.
         schedule: learning rate by number of updates.
-        completion: completed fractions of the run by number of updates; None selects those of `train.num_steps`.
+        fractions: completed fractions of the run by number of updates; None selects those of `train.num_steps`.
     """
     optimizer = config.optimizer
-    completion = completion or make_completion(optimizer, config.train.num_steps)
+    fractions = fractions or make_run_fractions(optimizer, config.train.num_steps)
     settings = {path: settings_of(config, path) for path in axes if kind_of_names(path) != 'codes'}
     common = AdamConstants(optimizer.beta1, optimizer.beta2, optimizer.eps)
     constants = {path: AdamConstants(own.beta1, own.beta2, own.eps) for path, own in settings.items()}
@@ -62,7 +62,7 @@ def make_optimizer(
                 optimizer.muon_momentum,
                 warmup_steps=optimizer.muon_momentum_warmup_steps,
                 final=optimizer.muon_final_momentum,
-                decayed=completion.decay,
+                decayed=fractions.decay,
             ),
             dtype=jnp.dtype(config.model.dtype),
             layout=layout,
@@ -85,7 +85,7 @@ def make_optimizer(
         direction,
         # Keeps the structure of optax.adamw's state, so that checkpoints are interchangeable.
         optax.masked(optax.identity(), map_kinds(lambda _, __: True)),
-        decay_and_scale(schedule, settings, decay_scale, completion.run),
+        decay_and_scale(schedule, settings, decay_scale, fractions.run),
     )
 
 

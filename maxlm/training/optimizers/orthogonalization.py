@@ -86,16 +86,16 @@ def equilibrate_rows(x_IO: jax.Array) -> jax.Array:
     x32_IO = x_IO.astype(jnp.float32)
     target_11 = jnp.linalg.norm(x32_IO, axis=(-2, -1), keepdims=True) * x_IO.shape[-1] ** -0.5
     norm_1O = jnp.linalg.norm(x32_IO, axis=-2, keepdims=True)
-    x32_IO *= target_11 / jnp.maximum(norm_1O, 1e-6)
-    return x32_IO.astype(x_IO.dtype)
+    scaled_IO: jax.Array = x32_IO * (target_11 / jnp.maximum(norm_1O, 1e-6))
+    return scaled_IO.astype(x_IO.dtype)
 
 
 def renormalize(x_IO: jax.Array) -> jax.Array:
     """Scales each matrix to the Frobenius norm √M of an orthogonal matrix. Muon+, arXiv 2602.21545."""
     x32_IO = x_IO.astype(jnp.float32)
     norm_11 = jnp.linalg.norm(x32_IO, axis=(-2, -1), keepdims=True)
-    x32_IO *= min(x_IO.shape[-2:]) ** 0.5 / jnp.maximum(norm_11, 1e-6)
-    return x32_IO.astype(x_IO.dtype)
+    scaled_IO: jax.Array = x32_IO * (min(x_IO.shape[-2:]) ** 0.5 / jnp.maximum(norm_11, 1e-6))
+    return scaled_IO.astype(x_IO.dtype)
 
 
 def divide_by_second_moment(x_IO: jax.Array, moment_W: jax.Array, *, beta2: float) -> tuple[jax.Array, jax.Array]:

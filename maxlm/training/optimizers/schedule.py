@@ -48,7 +48,7 @@ class Progress(NamedTuple):
         return jnp.where(step < warmup_steps, step, stretched)
 
 
-class Completion(NamedTuple):
+class RunFractions(NamedTuple):
     """Completed fractions by number of updates, each a schedule with values from 0 to 1.
 
     Attributes:
@@ -61,21 +61,21 @@ class Completion(NamedTuple):
     decay: optax.Schedule
 
 
-def make_completion(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> Completion:
+def make_run_fractions(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> RunFractions:
     """Returns the completed fractions of a run, with the arguments of `make_schedule`.
 
     Examples:
         >>> config = OptimizerConfig(schedule='wsd', wsd_decay_fraction=0.5)
-        >>> completion = make_completion(config, num_steps=8)
-        >>> [(float(completion.run(update)), float(completion.decay(update))) for update in (0, 4, 6, 8)]
+        >>> fractions = make_run_fractions(config, num_steps=8)
+        >>> [(float(fractions.run(update)), float(fractions.decay(update))) for update in (0, 4, 6, 8)]
         [(0.0, 0.0), (0.5, 0.0), (0.75, 0.5), (1.0, 1.0)]
     """
     if progress is not None:
-        return Completion(lambda step: jnp.clip(progress.at(step), 0, 1), partial(_decayed, config, progress))
+        return RunFractions(lambda step: jnp.clip(progress.at(step), 0, 1), partial(_decayed, config, progress))
     start = min(config.warmup_steps, num_steps)
     if config.schedule == 'wsd':
         start = num_steps - _decay_steps(config, num_steps)
-    return Completion(
+    return RunFractions(
         optax.linear_schedule(0.0, 1.0, num_steps), optax.linear_schedule(0.0, 1.0, num_steps - start, start)
     )
 

@@ -13,7 +13,7 @@ from maxlm.errors import InputError
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.optimizers.muon import momentum_schedule
-from maxlm.training.optimizers.schedule import make_completion, make_schedule
+from maxlm.training.optimizers.schedule import make_run_fractions, make_schedule
 from tests.small import small_config
 
 SETTINGS = {
@@ -44,9 +44,9 @@ def momentum_of(step, num_steps):
 def schedules(num_steps, progress=None, **settings):
     """Returns rate, momentum and completed fraction of a run by step."""
     config = OptimizerConfig(**{**SETTINGS, **settings})
-    completion = make_completion(config, num_steps, progress)
-    momentum = momentum_schedule(0.97, warmup_steps=400, final=0.9, decayed=completion.decay)
-    return make_schedule(config, num_steps, progress), momentum, completion.run
+    fractions = make_run_fractions(config, num_steps, progress)
+    momentum = momentum_schedule(0.97, warmup_steps=400, final=0.9, decayed=fractions.decay)
+    return make_schedule(config, num_steps, progress), momentum, fractions.run
 
 
 @pytest.mark.parametrize('num_steps', [300, 2000])
@@ -87,6 +87,6 @@ def test_a_final_momentum_requires_a_decay():
 
 
 def test_decay_of_cosine_begins_after_the_warmup():
-    completion = make_completion(OptimizerConfig(schedule='cosine', warmup_steps=10), 30)
-    assert [float(completion.decay(step)) for step in (0, 10, 20, 30, 40)] == [0, 0, 0.5, 1, 1]
-    assert math.isclose(float(completion.run(10)), 1 / 3, rel_tol=1e-6)
+    fractions = make_run_fractions(OptimizerConfig(schedule='cosine', warmup_steps=10), 30)
+    assert [float(fractions.decay(step)) for step in (0, 10, 20, 30, 40)] == [0, 0, 0.5, 1, 1]
+    assert math.isclose(float(fractions.run(10)), 1 / 3, rel_tol=1e-6)
