@@ -86,6 +86,7 @@ def main(argv: list[str]) -> int:
     if not rows_file.exists() or 'rows' not in results:
         results['rows'] = write_rows(options.text, rows_file, options.work / 'tokenizer.json')
     results['machine'] = machine()
+    _write(options.output, results)
     if options.update:
         results['updates'] = compare_updates(options.nanochat, rows_file, options.work)
         _write(options.output, results)

@@ -56,7 +56,7 @@ def split_text(directory: Path) -> tuple[list[str], list[str]]:
     rng = np.random.default_rng(0)
     parts: tuple[list[str], list[str]] = ([], [])
     for number, path in enumerate(files):
-        parts[number % HELD_OUT_EVERY == 0] += _parts(path.read_text(errors='ignore'), rng)
+        parts[number % HELD_OUT_EVERY == 0].extend(_parts(path.read_text(errors='ignore'), rng))
     return tuple(list(dict.fromkeys(texts)) for texts in parts)  # type: ignore[return-value]
 
 

@@ -66,7 +66,7 @@ def main(job: Job) -> None:
         if step in job.trace:
             trace |= {f'{step}/{name}': param.detach().numpy().copy() for name, param in model.named_parameters()}
         batch = torch.from_numpy(rows['train'][step * job.batch : (step + 1) * job.batch].astype(np.int64))
-        loss = model(batch[:, :-1], batch[:, 1:])
+        loss = model(batch[:, :-1], batch[:, 1:].contiguous())
         loss.backward()
         if step == 0 and job.trace:
             gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

@@ -138,12 +138,13 @@ def open_row_index(dataset: DatasetManifest, shards: Sequence[Shard], capacity: 
                     raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        return RowIndex(directory)
     except OSError as error:
         raise InputError(
             f'{directory}: {os_message(error)}; set data.cache_dir to a writable directory with free space'
         ) from error
-    except (ValueError, TypeError, KeyError) as error:
+    try:
+        return RowIndex(directory)
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(f'{directory}: the index of the rows is damaged ({error}); delete it') from error
 
 
