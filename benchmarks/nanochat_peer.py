@@ -204,11 +204,8 @@ def compare_updates(source: Path, rows_file: Path, work: Path) -> dict[str, Any]
             expected = _from_nanochat(trace, str(number + 1))
             found = {'.'.join(names(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
             differences[number + 1] = {
-                name: float(
-                    np.linalg.norm(np.asarray(found[name]) - expected[name])
-                    / max(1e-30, np.linalg.norm(expected[name] - initial[name]))
-                )
-                for name in expected
+                name: _norm(np.asarray(found[name]) - after) / max(1e-30, _norm(after - initial[name]))
+                for name, after in expected.items()
             }
     result = {
         'settings': {**SIZES, **EQUAL},
@@ -217,6 +214,10 @@ def compare_updates(source: Path, rows_file: Path, work: Path) -> dict[str, Any]
     }
     print(json.dumps(result, indent=1))
     return result
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array))
 
 
 def _replaced(state: TrainState, values: dict[str, np.ndarray]) -> Any:

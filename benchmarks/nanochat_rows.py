@@ -36,7 +36,8 @@ def write_rows(text: Path, file: Path, tokenizer_file: Path) -> dict[str, Any]:
     tokenizer = train_bpe(train, VOCABULARY)
     tokenizer.save(tokenizer_file)
     rng = np.random.default_rng(0)
-    arrays, facts = {}, {}
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, texts, count in (('train', train, STEPS * BATCH), ('validation', validation, VALIDATION_ROWS)):
         rows, cut = rows_of(tokenizer, [texts[i] for i in rng.permutation(len(texts))])
         if len(rows) < count:
@@ -44,7 +45,8 @@ def write_rows(text: Path, file: Path, tokenizer_file: Path) -> dict[str, Any]:
         arrays[name] = rows[:count]
         facts[name] = {'documents': len(texts), 'bytes': sum(len(one.encode()) for one in texts), 'cut_fraction': cut}
     sizes = token_bytes(tokenizer)
-    np.savez(file, **arrays, token_bytes=sizes, end=tokenizer.end_of_document)
+    arrays |= {'token_bytes': sizes, 'end': np.int32(tokenizer.end_of_document)}
+    np.savez(file, **arrays)  # type: ignore[arg-type]
     targets = arrays['validation'][:, 1:]
     facts['validation']['bytes_of_rows'] = int(sizes[targets].sum())
     return facts

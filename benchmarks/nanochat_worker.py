@@ -15,7 +15,7 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,6 @@ class Job(NamedTuple):
 
 def main(job: Job) -> None:
     """Trains, and writes the bits per byte of each evaluation, or the trace."""
-    torch.set_num_threads(2)
     rows = np.load(job.rows)
     model, optimizer = make_model(job, len(rows['token_bytes']))
     curve: dict[int, float] = {}
@@ -88,7 +87,7 @@ def main(job: Job) -> None:
 def make_model(job: Job, vocabulary: int) -> tuple[Any, Any]:
     """Returns the initial model and its optimizer."""
     sys.path.insert(0, job.source)
-    gpt, optim = _load_gpt(job), importlib.import_module('nanochat.optim')
+    gpt, optim = _load_gpt(job), cast(Any, importlib.import_module('nanochat.optim'))
     torch.manual_seed(job.seed)
     config = gpt.GPTConfig(
         sequence_len=256,

@@ -199,8 +199,8 @@ def _check_context_schedule(data: DataConfig) -> None:
     _check_fractions('data.seq_len_schedule', data.seq_len_schedule)
     if data.seq_len_schedule and data.rows == 'documents':
         raise InputError(
-            f'data.seq_len_schedule={data.seq_len_schedule} with data.rows=documents: the parts of a split row would not '
-            'begin at documents; set data.seq_len_schedule=() or data.rows=stream'
+            f'data.seq_len_schedule={data.seq_len_schedule} with data.rows=documents: the parts of a split row would '
+            'not begin at documents; set data.seq_len_schedule=() or data.rows=stream'
         )
 
 

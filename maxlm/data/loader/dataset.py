@@ -16,8 +16,8 @@ from maxlm.data.dataset.cache_policy import PlannedRead
 from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.loader.batch_rows import BatchRows, Changes
-from maxlm.data.loader.best_fit import VERSION as PACKING_VERSION
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
+from maxlm.data.loader.best_fit import VERSION as PACKING_VERSION
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex

@@ -92,19 +92,20 @@ class Source:
             return ''
         rows = self._document_rows(data)
         counts = rows.index.counts
+        kept = counts.tokens - counts.lost_tokens
         return (
-            f'{self.display_name}: {len(rows):,} rows that begin at documents, {counts.tokens - counts.lost_tokens:,} of '
-            f'{counts.tokens:,} tokens in an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, '
-            f'which loses {format_percent(counts.lost_tokens / max(1, counts.tokens))} of the tokens'
+            f'{self.display_name}: {len(rows):,} rows that begin at documents, {kept:,} of {counts.tokens:,} tokens in '
+            f'an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
+            f'{format_percent(counts.lost_tokens / max(1, counts.tokens))} of the tokens'
         )
 
-    def _document_rows(
-        self, data: DataConfig, beginning_of_document: Sequence[int] | None = None
-    ) -> DocumentSequences:
+    def _document_rows(self, data: DataConfig, beginning_of_document: Sequence[int] | None = None) -> DocumentSequences:
         """Returns the rows of the train split that begin at documents. Raises InputError if this is not possible."""
         reason = ''
         if self.url:
-            reason = 'is in a bucket, but the lengths of all documents are needed before the first step; copy it to a disk'
+            reason = (
+                'is in a bucket, but the lengths of all documents are needed before the first step; copy it to a disk'
+            )
         elif self.is_growing:
             reason = 'is still being prepared; start the run when it is complete'
         elif self.dataset.masked:

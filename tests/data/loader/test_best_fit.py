@@ -14,9 +14,9 @@ def rows_of(packed):
 
 def packed_by_definition(lengths, capacity, buffer_documents):
     """Packs with a search through a list instead of sorted keys."""
-    waiting, buffer, rows = list(enumerate(lengths)), [], []
+    waiting, buffer, rows = list(enumerate(lengths)), list[tuple[int, int]](), []
     while waiting or buffer:
-        row, room = [], capacity
+        row, room = list[tuple[int, int]](), capacity
         while room:
             while waiting and len(buffer) < buffer_documents:
                 buffer.append(waiting.pop(0))
