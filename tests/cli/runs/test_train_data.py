@@ -152,6 +152,19 @@ def test_fill_in_the_middle_is_reported(datasets, tmp_path):
     # Documents are shorter than the sequences, so few of them are cut.
     for step in (1, 2):
         assert 0.3 < curve(tmp_path / 'run')[step]['data/fim_fraction'] < 0.7
+    # Rows that begin at documents begin with an end-of-document token, which is no document.
+    data = DataConfig(path=str(fim), seq_len=64, rows='documents', cache_dir=str(tmp_path))
+    rows = open_training_data(data)
+    batch, is_reordered = rows.train_batches(8)[0], []
+    end, fim_ids = rows.first.end_of_document, set(rows.first.load_tokenizer().infill_ids)
+    for tokens, segments in zip(batch['tokens'].tolist(), batch['segments'].tolist(), strict=True):
+        assert tokens[0] == end
+        for segment in range(2, max(segments) + 1):
+            document = {token for token, number in zip(tokens, segments, strict=True) if number == segment}
+            is_reordered.append(not fim_ids.isdisjoint(document))
+    assert 0 < sum(is_reordered) < len(is_reordered)
+    fraction = sum(is_reordered) / len(is_reordered)
+    assert TextBatches(rows).batch_metrics(batch) == {'data/fim_fraction': fraction}
     # Other data has no such metric.
     plain = open_training_data(DataConfig(path=str(datasets / 'letters'), seq_len=64))
     assert TextBatches(plain).batch_metrics(plain.train_batches(8)[0]) == {}
