@@ -143,6 +143,33 @@ def test_weights_that_change_during_a_run(datasets, tmp_path, capsys):
     assert all(curve(other)[step]['train/loss'] != lines[step]['train/loss'] for step in (1, 6))
 
 
+def test_a_run_with_rows_that_begin_at_documents_resumes_exactly(datasets, tmp_path, capsys):
+    settings = {
+        'train__num_steps': 4,
+        'data__rows': 'documents',
+        'data__seq_len': 32,
+        'data__cache_dir': tmp_path / 'cache',
+        'eval__interval': 4,
+        'checkpoint__save_interval_steps': 1,
+        'checkpoint__max_to_keep': 4,
+    }
+    uninterrupted, resumed = tmp_path / 'uninterrupted', tmp_path / 'resumed'
+    assert run(datasets / 'letters', uninterrupted, **settings) == EXIT_DONE
+    assert 'rows that begin at documents' in capsys.readouterr().out
+    lines = curve(uninterrupted)
+    shutil.copytree(uninterrupted, resumed)
+    for later in (3, 4):
+        shutil.rmtree(resumed / 'checkpoints' / str(later))
+    # The index is also written again.
+    settings['data__cache_dir'] = tmp_path / 'other'
+    assert run(datasets / 'letters', resumed, data__num_workers=1, **settings) == EXIT_DONE
+    assert curve(resumed) == lines
+    assert same(params_of(resumed, 4), params_of(uninterrupted, 4))
+    # The step is no position in other rows.
+    assert run(datasets / 'letters', resumed, **{**settings, 'data__rows': 'stream'}) == EXIT_BAD_INPUT
+    assert "rows was 'documents' and is None" in capsys.readouterr().err
+
+
 def test_fill_in_the_middle_is_reported(datasets, tmp_path):
     fim = tmp_path / 'fim'
     arguments = ['--input', datasets / 'letters.jsonl', '--output', fim, '--tokenizer', 'bytes', '--workers', 1]
