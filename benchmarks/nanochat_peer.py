@@ -9,8 +9,8 @@ source; its learning rates are those of its reference batch. Sides are `nanochat
 October 2025), `maxlm` (`configs/depth.py`) and the labels of `--change`, which is repeatable and changes keys of maxlm.
 A side and seed whose settings and result are already in `--output` does not run again.
 
-`--update` instead compares the loss, the gradients and the parameters of maxlm after 1, 2 and 10 steps with those of
-`nanochat-2025`, from its initial values and with its settings.
+`--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
+maxlm and `nanochat-2025`. Both start from nanochat's initial values and have equal settings.
 
 Text is the sources of Python's documentation, for example of the Debian package python3.11-doc (`apt-get download
 python3.11-doc`, `dpkg-deb -x`, directory `html/_sources`; Python license). A run takes about a minute on two cores.
@@ -183,10 +183,9 @@ def _batch(config: Config, layout: Layout, rows: Any, split: str, number: int) -
 
 
 def compare_updates(source: Path, rows_file: Path, work: Path) -> dict[str, Any]:
-    """Returns the differences of losses, gradients and parameters from nanochat's of 2025, and prints them.
+    """Returns the losses of both sides, and the differences of the parameters, and prints them.
 
-    Differences are the norm of the difference divided by the norm of nanochat's change since the start, or, for
-    gradients, by that of its gradient.
+    A difference is the norm of the difference divided by the norm of nanochat's change since the start.
     """
     steps = TRACED[-1]
     file = run_nanochat(source, rows_file, work, 'nanochat-2025', 0, steps=steps, trace=(0, *TRACED), evaluate_every=0)

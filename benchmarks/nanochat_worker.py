@@ -67,9 +67,6 @@ def main(job: Job) -> None:
         batch = torch.from_numpy(rows['train'][step * job.batch : (step + 1) * job.batch].astype(np.int64))
         loss = model(batch[:, :-1], batch[:, 1:].contiguous())
         loss.backward()
-        if step == 0 and job.trace:
-            gradients = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-            trace |= {f'gradient/{name}': gradient.numpy().copy() for name, gradient in gradients.items()}
         schedule(job, step, optimizer, model)
         optimizer.step()
         model.zero_grad(set_to_none=True)

@@ -52,29 +52,29 @@ def pack_documents(lengths: np.ndarray, capacity: int, *, buffer_documents: int 
     oldest = added = 0
     firsts, documents, taken = [0], [], []
 
-    def take(index: int, room: int) -> int:
-        """Moves a document of the buffer to the row, cut to `room` tokens, and returns its number of tokens there."""
+    def take(index: int, free: int) -> int:
+        """Moves a document of the buffer to the row, cut to `free` tokens, and returns its number of tokens there."""
         length, key = divmod(buffer.pop(index), STRIDE)
         document = STRIDE - 1 - key
         used[document] = True
         documents.append(document)
-        taken.append(min(length, room))
+        taken.append(min(length, free))
         return taken[-1]
 
     while oldest < len(sizes):
-        room = capacity
-        while room:
+        free = capacity
+        while free:
             while added < len(sizes) and len(buffer) < buffer_documents:
                 bisect.insort(buffer, sizes[added] * STRIDE + STRIDE - 1 - added)
                 added += 1
             if not buffer:
                 break
-            if room == capacity:
+            if free == capacity:
                 index = bisect.bisect_left(buffer, sizes[oldest] * STRIDE + STRIDE - 1 - oldest)
             else:
-                # The shortest document if all are longer than the room.
-                index = max(0, bisect.bisect_left(buffer, (room + 1) * STRIDE) - 1)
-            room -= take(index, room)
+                # The shortest document if all are longer than the free space.
+                index = max(0, bisect.bisect_left(buffer, (free + 1) * STRIDE) - 1)
+            free -= take(index, free)
         firsts.append(len(documents))
         while oldest < len(sizes) and used[oldest]:
             oldest += 1

@@ -16,13 +16,13 @@ def packed_by_definition(lengths, capacity, buffer_documents):
     """Packs with a search through a list instead of sorted keys."""
     waiting, buffer, rows = list(enumerate(lengths)), list[tuple[int, int]](), []
     while waiting or buffer:
-        row, room = list[tuple[int, int]](), capacity
-        while room:
+        row, free = list[tuple[int, int]](), capacity
+        while free:
             while waiting and len(buffer) < buffer_documents:
                 buffer.append(waiting.pop(0))
             if not buffer:
                 break
-            fitting = [document for document in buffer if document[1] <= room]
+            fitting = [document for document in buffer if document[1] <= free]
             if not row:
                 chosen = min(buffer)
             elif fitting:
@@ -31,8 +31,8 @@ def packed_by_definition(lengths, capacity, buffer_documents):
                 shortest = min(length for _, length in buffer)
                 chosen = max(document for document in buffer if document[1] == shortest)
             buffer.remove(chosen)
-            row.append((chosen[0], min(chosen[1], room)))
-            room -= row[-1][1]
+            row.append((chosen[0], min(chosen[1], free)))
+            free -= row[-1][1]
         rows.append(row)
     return rows
 
