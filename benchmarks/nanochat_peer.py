@@ -1,4 +1,4 @@
-"""Compares maxlm with nanochat's own code at equal tokens:
+"""Compares maxlm with nanochat's own code on the same rows.
 
     python -m benchmarks.nanochat_peer --nanochat=DIR --text=DIR --work=DIR --output=FILE [--sides nanochat maxlm]
         [--seeds 0 1 2] [--change='LABEL optimizer.wsd_decay_fraction=0.65'] [--update]
