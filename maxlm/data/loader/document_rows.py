@@ -54,6 +54,9 @@ class RowIndex:
 
     Args:
         directory: directory of the index.
+
+    Raises:
+        OSError, TypeError, KeyError, ValueError: a file is missing or damaged.
     """
 
     def __init__(self, directory: Path):
@@ -61,6 +64,9 @@ class RowIndex:
         fields = parse_json(read_text(directory / COUNTS))
         self.counts = RowCounts(**{**fields, 'shard_rows': tuple(fields['shard_rows'])})
         self._map()
+        # A crash of the machine can truncate files.
+        if len(self._firsts) != sum(self.counts.shard_rows) + 1 or len(self._pieces) != self._firsts[-1]:
+            raise ValueError('a file is incomplete')
 
     def __getstate__(self) -> tuple[Path, RowCounts]:
         return self._directory, self.counts

@@ -10,7 +10,7 @@ import pytest
 from maxlm.config.schema import DataConfig
 from maxlm.data.loader.best_fit import pack_documents
 from maxlm.data.loader.dataset import TrainingData, open_training_data
-from maxlm.data.loader.document_rows import COUNTS, DocumentSequences
+from maxlm.data.loader.document_rows import COUNTS, FIRSTS, PIECES, DocumentSequences
 from maxlm.data.loader.source import Source
 from maxlm.errors import InputError
 from tests.data.conftest import END
@@ -111,10 +111,15 @@ def test_an_index_is_read_again_and_belongs_to_its_settings(make_dataset, random
 def test_a_damaged_index_and_an_unwritable_cache_are_errors(make_dataset, random_shards, tmp_path):
     dataset = make_dataset(random_shards, block=BLOCK)
     open_rows(dataset, 16, tmp_path)
-    (counts,) = tmp_path.glob(f'rows/*/{COUNTS}')
-    counts.write_text('{')
-    with pytest.raises(InputError, match=r'is damaged .*; delete it'):
-        open_rows(dataset, 16, tmp_path)
+    for name in (FIRSTS, PIECES, COUNTS):
+        (path,) = tmp_path.glob(f'rows/*/{name}')
+        content = path.read_bytes()
+        for damaged in (content[: len(content) // 24 * 12], b'', b'{'):
+            path.write_bytes(damaged)
+            with pytest.raises(InputError, match=r'is damaged .*; delete it'):
+                open_rows(dataset, 16, tmp_path)
+        path.write_bytes(content)
+    open_rows(dataset, 16, tmp_path)
     file = tmp_path / 'file'
     file.touch()
     with pytest.raises(InputError, match=r'set data\.cache_dir'):
