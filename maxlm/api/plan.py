@@ -161,7 +161,8 @@ def why_estimated(config: Config, target: Target, *, estimate: bool) -> str:
 def planned_data(config: Config, vocab_size: int) -> Data:
     """Returns the values that a config takes from its data set, with defaults if the data set does not exist."""
     vocabulary = vocab_size or config.model.vocab_size
-    if vocabulary and not config.train.num_epochs:
+    # Rows that begin at documents are counted, because they do not contain all tokens.
+    if vocabulary and not config.train.num_epochs and config.data.rows == 'stream':
         return Data(vocabulary, windows=1)
     try:
         corpus = open_training_data(config.data, with_sources=False)
@@ -170,8 +171,12 @@ def planned_data(config: Config, vocab_size: int) -> Data:
             raise InputError(
                 f'train.num_epochs={config.train.num_epochs:g}: needs the data set, which cannot be read: {error}'
             ) from error
+        if vocabulary:
+            return Data(vocabulary, windows=1)
         logger.warning(f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)')
         return Data(USUAL_VOCABULARY, windows=1)
+    for line in filter(None, (source.row_summary(config.data) for source in corpus.sources)):
+        logger.info(line)
     if corpus.training_windows is None and config.train.num_epochs:
         raise InputError(
             f'train.num_epochs={config.train.num_epochs:g}: the data is still being prepared; set train.num_steps or '

@@ -67,6 +67,9 @@ class DataConfig:
     # Shorter sequence lengths at the start of the run, each with the fraction of the steps at which it ends:
     # ((256, 0.5), (512, 0.8)). Sequences are split; the tokens of a batch and their order stay the same.
     seq_len_schedule: Annotated[tuple, Renamed('context_schedule')] = ()
+    # Training sequences. stream: consecutive tokens, which can begin within a document. documents: each begins at a
+    # document; the rest of a document that does not fit is not trained. Validation always reads the stream.
+    rows: Literal['stream', 'documents'] = 'stream'
     # Seed of the order of the training sequences.
     seed: Seed = 0
     # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards, or one shard
@@ -85,7 +88,8 @@ class DataConfig:
     prefetch_buffer_size: Annotated[int, Range(1, 10**5), Renamed('prefetch')] = 8
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
     num_workers: Annotated[int, Range(0, 1024), Renamed('workers')] = 0
-    # Cache directory for shards downloaded from a bucket, before they are used, and for prepared data of the hub.
+    # Cache directory for shards downloaded from a bucket, before they are used, for prepared data of the hub, and for
+    # the indices of data.rows=documents.
     cache_dir: Annotated[str, PathOption(Kind.DIRECTORY, keep_home=True), Renamed('cache')] = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
     cache_limit_gib: Annotated[float, Range(0, 1e9), Renamed('cache_gib')] = 0.0

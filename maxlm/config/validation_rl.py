@@ -216,6 +216,7 @@ def check_grpo(config: Config) -> None:
         ('guard.max_rollbacks', config.guard.max_rollbacks, 0),
         ('data.seq_len_schedule', config.data.seq_len_schedule, ()),
         ('data.sources_schedule', config.data.sources_schedule, ()),
+        ('data.rows', config.data.rows, 'stream'),
         ('data.document_mask', config.data.document_mask, True),
         ('mesh.host_offload', config.mesh.host_offload, 'none'),
     ):
@@ -265,3 +266,8 @@ def check_distill(config: Config) -> None:
             raise InputError(
                 f'{other}={value!r} with {name}: stored logits are those of the windows of data.path; set {other}=()'
             )
+    if data.rows != 'stream':
+        raise InputError(
+            f'data.rows={data.rows} with {name}: stored logits are those of the windows of the stream; set '
+            'data.rows=stream, or use distill.teacher'
+        )

@@ -282,8 +282,11 @@ class TextBatches(BatchSource):
         """See `BatchSource`."""
         if self._fim_ids is None:
             return {}
-        end = self.corpus.first.end_of_document
-        return {'data/fim_fraction': fim_fraction(batch['tokens'], batch['segments'] > 0, self._fim_ids, end)}
+        end, is_token = self.corpus.first.end_of_document, batch['segments'] > 0
+        if self.corpus.data.rows == 'documents':
+            # The first token of a row may be the end of no document.
+            is_token[:, 0] &= batch['tokens'][:, 0] != end
+        return {'data/fim_fraction': fim_fraction(batch['tokens'], is_token, self._fim_ids, end)}
 
     @property
     def evaluation_fraction(self) -> float:

@@ -41,10 +41,13 @@ class SourceStats(SourceMetrics):
         self._weighted = bool(corpus.data.sources)
         self._mixture = mixture
         self._windows = corpus.source_windows
+        self._row_summaries = [source.row_summary(corpus.data) for source in corpus.sources]
         self._warn_epochs = corpus.data.warn_epochs
 
     def log_start(self, num_windows: int) -> None:
         """See `SourceMetrics`."""
+        for line in filter(None, self._row_summaries):
+            logger.info(line)
         if not self._weighted:
             return
         served = self._mixture.rows_taken(num_windows)

@@ -47,6 +47,10 @@ TWO = {'sources': (('a', 1.0), ('b', 1.0))}
         ({'seq_len_schedule': ((8, 1.0),)}, ['fractions must increase']),
         ({'seq_len_schedule': ((4, 0.5), (8, 0.4))}, ['fractions must increase', '(8, 0.4)']),
         ({'seq_len_schedule': ((8.0, 0.5),)}, ['(8.0, 0.5)']),
+        (
+            {'seq_len_schedule': ((8, 0.5),), 'rows': 'documents'},
+            ['data.seq_len_schedule=((8, 0.5),) with data.rows=documents', 'data.rows=stream'],
+        ),
         ({'shuffle_shards': -1}, ['data.shuffle_shards=-1']),
         ({'warn_epochs': 0.5}, ['data.warn_epochs=0.5']),
         ({'cache_limit_gib': -1.0}, ['data.cache_limit_gib']),

@@ -56,6 +56,8 @@ def test_stored_outputs_need_their_number():
     with pytest.raises(InputError, match=r'distill\.top_k=0 with distill\.logits_dir=x: set it'):
         small_config(distill__logits_dir='x')
     assert small_config(distill__logits_dir='x', distill__top_k=1).teacher is None
+    with pytest.raises(InputError, match=r'data\.rows=documents with distill\.logits_dir=x: .*set data\.rows=stream'):
+        small_config(distill__logits_dir='x', distill__top_k=1, data__rows='documents')
 
 
 def test_a_quantized_teacher_is_rejected():

@@ -19,11 +19,11 @@ class Mixture:
         return np.array([rows * 3 // 4, rows // 4])
 
 
-def make_stats(*shares, weighted=True, warn_epochs=4.0, growing=()):
+def make_stats(*shares, weighted=True, warn_epochs=4.0, growing=(), summary=''):
     windows = {'web': 300, 'code': 10}
     corpus = SimpleNamespace(
         names=tuple(windows),
-        sources=[SimpleNamespace(name=name) for name in windows],
+        sources=[SimpleNamespace(name=name, row_summary=lambda data: summary) for name in windows],
         source_windows=[None if name in growing else count for name, count in windows.items()],
         data=SimpleNamespace(sources=('given',) if weighted else (), warn_epochs=warn_epochs),
     )
@@ -54,6 +54,11 @@ def test_no_warning_below_the_limit_and_no_lines_without_weights(log):
     log.clear()
     make_stats(weighted=False).log_start(200)
     assert log.messages == []
+
+
+def test_rows_that_begin_at_documents_are_logged_for_each_source(log):
+    make_stats(weighted=False, summary='900 of 1,000 tokens').log_start(200)
+    assert log.messages == ['900 of 1,000 tokens'] * 2
 
 
 def test_metrics_of_a_step():

@@ -17,6 +17,7 @@ from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
+from maxlm.data.loader.best_fit import VERSION as PACKING_VERSION
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
@@ -94,7 +95,12 @@ class TrainingData:
     @property
     def source_windows(self) -> list[int | None]:
         """Returns the number of windows in one epoch over each source; None if the source is still being prepared."""
-        return [None if s.is_growing else len(s.windows('train', self.data)) for s in self.sources]
+        # Rows that begin at documents are refused while the data is being prepared.
+        counted = [not source.is_growing or self.data.rows == 'documents' for source in self.sources]
+        return [
+            len(source.windows('train', self.data)) if is_counted else None
+            for source, is_counted in zip(self.sources, counted, strict=True)
+        ]
 
     @property
     def training_windows(self) -> int | None:
@@ -281,6 +287,8 @@ class TrainingData:
             'isolate_documents': self.data.document_mask,
             # Absent if False, as in runs that began before this key was added.
             **({'train_first_token': True} if self.data.train_first_token else {}),
+            # Absent for rows of the stream, as in runs that began before this key was added.
+            **({'rows': self.data.rows, 'packing': PACKING_VERSION} if self.data.rows != 'stream' else {}),
             'global_batch': global_batch,
             'order': VERSION,
         }

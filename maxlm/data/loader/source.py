@@ -15,8 +15,10 @@ from maxlm.data.dataset.preparation import STOPPED, is_preparing, load_current, 
 from maxlm.data.dataset.records import DatasetManifest, Shard, check_unlisted_files, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
 from maxlm.data.dataset.token_reader import OPEN_SHARDS
+from maxlm.data.loader.document_rows import DocumentSequences
 from maxlm.data.loader.windows import Sequences
 from maxlm.errors import InputError
+from maxlm.formatting import format_percent
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.retry import OnWarning
 
@@ -25,6 +27,8 @@ HUB = 'hf:'
 # Interval between checks for the first shards of a dataset in preparation, and seconds until the wait is reported.
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
+# Above this fraction of lost tokens, rows that begin at documents are refused: the data has hardly any boundaries.
+MAX_LOST_FRACTION = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,13 @@ class Source:
         beginning_of_document: Sequence[int] | None = None,
         marked: bool = False,
     ) -> Sequences:
+        """Returns the rows of a split. Those of the train split begin at documents with `data.rows=documents`.
+
+        Raises:
+            InputError: the rows cannot begin at documents, or a shard is damaged.
+        """
+        if split == 'train' and data.rows == 'documents':
+            return self._document_rows(data, beginning_of_document)
         # A deleted file uses disk space until it is closed, so files of the previous pool must not stay open.
         max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
         return Sequences(
@@ -74,6 +85,52 @@ class Source:
             fetched=bool(self.url),
             max_open=max_open,
         )
+
+    def row_summary(self, data: DataConfig) -> str:
+        """Returns a line about the rows of an epoch that begin at documents; '' for rows of the stream."""
+        if data.rows != 'documents' or self.is_growing:
+            return ''
+        rows = self._document_rows(data)
+        counts = rows.index.counts
+        kept = counts.tokens - counts.lost_tokens
+        return (
+            f'{self.display_name}: {len(rows):,} rows that begin at documents, {kept:,} of {counts.tokens:,} tokens in '
+            f'an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
+            f'{format_percent(counts.lost_tokens / max(1, counts.tokens))} of the tokens'
+        )
+
+    def _document_rows(self, data: DataConfig, beginning_of_document: Sequence[int] | None = None) -> DocumentSequences:
+        """Returns the rows of the train split that begin at documents. Raises InputError if this is not possible."""
+        reason = ''
+        if self.url:
+            reason = (
+                'is in a bucket, but the lengths of all documents are needed before the first step; copy it to a disk'
+            )
+        elif self.is_growing:
+            reason = 'is still being prepared; start the run when it is complete'
+        elif self.dataset.masked:
+            reason = 'contains conversations, whose documents are packed with maxlm prepare --pack-seq-len'
+        if reason:
+            raise InputError(f'data.rows=documents: {self.display_name} {reason}, or set data.rows=stream')
+        rows = DocumentSequences(
+            self.dataset,
+            'train',
+            data.seq_len,
+            shards=self.shards('train'),
+            cache=Path(data.cache_dir).expanduser(),
+            isolate_documents=data.document_mask,
+            train_first_token=data.train_first_token,
+            beginning_of_document=beginning_of_document,
+        )
+        counts = rows.index.counts
+        if counts.lost_tokens > MAX_LOST_FRACTION * counts.tokens:
+            raise InputError(
+                f'data.rows=documents: {self.display_name} has {counts.documents:,} documents in {counts.tokens:,} '
+                f'tokens, so rows of data.seq_len={data.seq_len} tokens would lose '
+                f'{format_percent(counts.lost_tokens / counts.tokens)} of the tokens; set data.rows=stream, or prepare '
+                'text with document boundaries'
+            )
+        return rows
 
     def shards(self, split: str) -> list[Shard]:
         return [shard for shard in self.dataset.splits[split].shards if self.only in ('', shard.source)]

@@ -143,6 +143,33 @@ def test_weights_that_change_during_a_run(datasets, tmp_path, capsys):
     assert all(curve(other)[step]['train/loss'] != lines[step]['train/loss'] for step in (1, 6))
 
 
+def test_a_run_with_rows_that_begin_at_documents_resumes_exactly(datasets, tmp_path, capsys):
+    settings = {
+        'train__num_steps': 4,
+        'data__rows': 'documents',
+        'data__seq_len': 32,
+        'data__cache_dir': tmp_path / 'cache',
+        'eval__interval': 4,
+        'checkpoint__save_interval_steps': 1,
+        'checkpoint__max_to_keep': 4,
+    }
+    uninterrupted, resumed = tmp_path / 'uninterrupted', tmp_path / 'resumed'
+    assert run(datasets / 'letters', uninterrupted, **settings) == EXIT_DONE
+    assert 'rows that begin at documents' in capsys.readouterr().out
+    lines = curve(uninterrupted)
+    shutil.copytree(uninterrupted, resumed)
+    for later in (3, 4):
+        shutil.rmtree(resumed / 'checkpoints' / str(later))
+    # The index is also written again.
+    settings['data__cache_dir'] = tmp_path / 'other'
+    assert run(datasets / 'letters', resumed, data__num_workers=1, **settings) == EXIT_DONE
+    assert curve(resumed) == lines
+    assert same(params_of(resumed, 4), params_of(uninterrupted, 4))
+    # The step is no position in other rows.
+    assert run(datasets / 'letters', resumed, **{**settings, 'data__rows': 'stream'}) == EXIT_BAD_INPUT
+    assert "rows was 'documents' and is None" in capsys.readouterr().err
+
+
 def test_fill_in_the_middle_is_reported(datasets, tmp_path):
     fim = tmp_path / 'fim'
     arguments = ['--input', datasets / 'letters.jsonl', '--output', fim, '--tokenizer', 'bytes', '--workers', 1]
@@ -152,6 +179,19 @@ def test_fill_in_the_middle_is_reported(datasets, tmp_path):
     # Documents are shorter than the sequences, so few of them are cut.
     for step in (1, 2):
         assert 0.3 < curve(tmp_path / 'run')[step]['data/fim_fraction'] < 0.7
+    # Rows that begin at documents begin with an end-of-document token, which is no document.
+    data = DataConfig(path=str(fim), seq_len=64, rows='documents', cache_dir=str(tmp_path))
+    rows = open_training_data(data)
+    batch, is_reordered = rows.train_batches(8)[0], []
+    end, fim_ids = rows.first.end_of_document, set(rows.first.load_tokenizer().infill_ids)
+    for tokens, segments in zip(batch['tokens'].tolist(), batch['segments'].tolist(), strict=True):
+        assert tokens[0] == end
+        for segment in range(2, max(segments) + 1):
+            document = {token for token, number in zip(tokens, segments, strict=True) if number == segment}
+            is_reordered.append(not fim_ids.isdisjoint(document))
+    assert 0 < sum(is_reordered) < len(is_reordered)
+    fraction = sum(is_reordered) / len(is_reordered)
+    assert TextBatches(rows).batch_metrics(batch) == {'data/fim_fraction': fraction}
     # Other data has no such metric.
     plain = open_training_data(DataConfig(path=str(datasets / 'letters'), seq_len=64))
     assert TextBatches(plain).batch_metrics(plain.train_batches(8)[0]) == {}

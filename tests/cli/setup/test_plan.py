@@ -14,6 +14,7 @@ from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.targets import CompilerMissingError, parse_target
 from tests.conftest import ROOT
+from tests.shards import write_dataset
 
 
 @pytest.fixture
@@ -234,3 +235,13 @@ def test_bad_input(run, config, target, options, words):
     assert err.startswith('error: ')
     for word in words:
         assert word in err
+
+
+def test_rows_that_begin_at_documents_are_counted(run, tmp_path):
+    data = write_dataset(tmp_path / 'data', [['a text of a document', 'another one'] * 20])
+    keys = {'path': data.path, 'rows': 'documents', 'seq_len': 32, 'cache_dir': tmp_path / 'cache'}
+    options = [f'--config.data.{key}={value}' for key, value in keys.items()]
+    code, out, err = run('tiny.py', 'cpu:1', *options, '--estimate', '--vocab-size=512')
+    assert code == EXIT_DONE
+    assert 'rows that begin at documents' in out + err
+    assert f'of {data.splits["train"].tokens:,} tokens in an epoch' in out + err
