@@ -133,7 +133,7 @@ def _boundary_fields(boundaries: TextBoundaries) -> dict[str, Any]:
     if boundaries.is_by_name:
         return {}
     return {
-        'beginning_of_document': boundaries.beginning,
+        'beginning_of_document': boundaries.document_beginning,
         'text_boundaries_sha256': hashlib.sha256(boundaries.to_json().encode()).hexdigest(),
     }
 

@@ -215,7 +215,7 @@ def _encode_texts(
     tokenizer: Tokenizer, documents: Sequence[Document], *, infill: FimConfig | None
 ) -> list[TokenDocument]:
     end = np.array([tokenizer.end_of_document], np.uint32)
-    beginning = np.array(tokenizer.beginning_of_document, np.uint32)
+    beginning = np.array(tokenizer.boundaries.document_beginning, np.uint32)
     encoded = encode_documents(tokenizer, documents, infill)
     return [
         # Token files have the tokens that their author wrote.

@@ -77,6 +77,14 @@ class TextBoundaries(NamedTuple):
         """True if the boundaries follow from the names of the tokens, so that no file stores them."""
         return self.end_source == BY_NAME and not self.beginning and len(self.stops) == 1
 
+    @property
+    def document_beginning(self) -> tuple[int, ...]:
+        """Ids before each text document of a data set.
+
+        They are `beginning`, but () if that is the token that already ends the document before, as in nanochat.
+        """
+        return () if self.beginning == (self.end,) else self.beginning
+
     def to_json(self) -> str:
         """Returns the content of TEXT_BOUNDARIES_FILE."""
         return json.dumps(self._asdict(), indent=2) + '\n'

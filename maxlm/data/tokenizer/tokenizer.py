@@ -60,7 +60,8 @@ class Tokenizer:
         vocab_size: ids are 0 … vocab_size - 1.
         boundaries: tokens at the beginning and the end of a text, and where they are from.
         end_of_document: id of the token that ends each document.
-        beginning_of_document: ids before each document and each prompt; empty for most tokenizers.
+        beginning_of_document: ids before each prompt, and each document unless they also end documents; empty for most
+            tokenizers.
         infill_ids: ids of the fill-in-the-middle tokens, or None if the tokenizer has none.
         special_tokens: the special tokens by id; with `lstrip` or `rstrip` a token includes whitespace before or after
             it.
@@ -176,7 +177,7 @@ class Tokenizer:
     @property
     def boundary_ids(self) -> list[list[int]]:
         """End and beginning of a document; empty if earlier versions, which knew only names, chose the same."""
-        ids = [[self.end_of_document], list(self.beginning_of_document)]
+        ids = [[self.end_of_document], list(self.boundaries.document_beginning)]
         with contextlib.suppress(InputError):
             if ids == [[boundaries_by_name(self._library).end], []]:
                 return []

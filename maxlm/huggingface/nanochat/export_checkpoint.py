@@ -15,7 +15,7 @@ from maxlm.checkpoint.fetch import find_local_step
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import check_shapes
-from maxlm.huggingface.nanochat.layout import file_tensors, model_config, padded_rows
+from maxlm.huggingface.nanochat.model_versions import file_tensors, model_config, padded_rows
 from maxlm.huggingface.nanochat.tokenizer_pickle import FILE as TOKENIZER_PICKLE
 from maxlm.huggingface.nanochat.tokenizer_pickle import write_tokenizer
 from maxlm.huggingface.nanochat.torch_writer import write_torch_file
@@ -26,7 +26,7 @@ from maxlm.storage.atomic import check_new, check_space, new_directory
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 
 
-class Exported(NamedTuple):
+class ExportedCheckpoint(NamedTuple):
     """Summary of an export.
 
     Attributes:
@@ -42,7 +42,7 @@ class Exported(NamedTuple):
     bytes: int
 
 
-def export_checkpoint(checkpoint: str, output: str, *, dtype: str, show: bool) -> Exported:
+def export_checkpoint(checkpoint: str, output: str, *, dtype: str, show: bool) -> ExportedCheckpoint:
     """Writes a checkpoint as model_NNNNNN.pt, meta_NNNNNN.json and, if possible, tokenizer.pkl.
 
     Adapters are merged, and quantized kernels are dequantized.
@@ -82,7 +82,7 @@ def export_checkpoint(checkpoint: str, output: str, *, dtype: str, show: bool) -
         if tokenizer:
             (partial / TOKENIZER_PICKLE).write_bytes(tokenizer)
     files = (model_file, meta_file, *([TOKENIZER_PICKLE] if tokenizer else []))
-    return Exported(directory, files, sum(math.prod(shape) for shape in shapes.values()), size)
+    return ExportedCheckpoint(directory, files, sum(math.prod(shape) for shape in shapes.values()), size)
 
 
 def _maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:

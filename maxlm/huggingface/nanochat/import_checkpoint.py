@@ -12,7 +12,7 @@ from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_token
 from maxlm.errors import InputError
 from maxlm.huggingface.import_model import Imported, streamed_arrays, write_workdir
 from maxlm.huggingface.nanochat.chat_template import TEMPLATE, TOKENS
-from maxlm.huggingface.nanochat.layout import EMBEDDING, file_tensors, padded_rows, read_config
+from maxlm.huggingface.nanochat.model_versions import EMBEDDING, file_tensors, padded_rows, read_config
 from maxlm.huggingface.nanochat.tokenizer_pickle import FILE as TOKENIZER_PICKLE
 from maxlm.huggingface.nanochat.tokenizer_pickle import read_tokenizer
 from maxlm.huggingface.nanochat.torch_reader import TorchTensors

@@ -46,7 +46,7 @@ class PersistentId(NamedTuple):
 
 
 @dataclasses.dataclass
-class Call:
+class PickledCall:
     """An object that the pickle would create by a call.
 
     Attributes:
@@ -61,7 +61,7 @@ class Call:
 
 
 def parse_pickle(content: bytes, names: Collection[str], source: str) -> Any:
-    """Returns the value of a pickle: numbers, strings, bytes, tuples, lists, dicts, `Name`, `Call` and `PersistentId`.
+    """Returns the value of a pickle: numbers, strings, bytes, tuples, lists, dicts, `Name`, `PickledCall` and `PersistentId`.
 
     Args:
         content: the pickle. The caller limits its size.
@@ -127,9 +127,9 @@ class _Parser:
             stack.append(_call(function, arguments))
         elif opcode == 'BUILD':
             state = self._pop()
-            target = self._top((dict, Call))
+            target = self._top((dict, PickledCall))
             # The attributes of an ordered dictionary are the versions of PyTorch's modules.
-            if isinstance(target, Call):
+            if isinstance(target, PickledCall):
                 target.state = state
         elif opcode == 'BINPERSID':
             stack.append(PersistentId(self._pop()))
@@ -174,4 +174,4 @@ _ADVICE = 'do not load it with another program, because it may run code of its a
 def _call(function: Any, arguments: Any) -> Any:
     if not isinstance(function, Name):
         raise TypeError('a call of no function')
-    return {} if function.text == _ORDERED_DICT else Call(function.text, arguments)
+    return {} if function.text == _ORDERED_DICT else PickledCall(function.text, arguments)

@@ -20,7 +20,7 @@ from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_ranks, split_pattern
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
-from maxlm.huggingface.nanochat.pickle_parser import Call, parse_pickle
+from maxlm.huggingface.nanochat.pickle_parser import PickledCall, parse_pickle
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.regular_files import read_bytes
 
@@ -108,9 +108,9 @@ def _boundaries(special_tokens: Mapping[str, int], source: str) -> TextBoundarie
 def _encoding(value: Any, source: str) -> Encoding:
     """Checks a parsed pickle and returns its content."""
     match value:
-        case Call(state=str(name)):
+        case PickledCall(state=str(name)):
             raise InputError(f'{source}: is the encoding {name[:100]!r} of tiktoken, which has no content; {_EXPORT}')
-        case Call(
+        case PickledCall(
             state={'pat_str': str(pattern), 'mergeable_ranks': dict(ranks), 'special_tokens': dict(special_tokens)}
         ):
             pass

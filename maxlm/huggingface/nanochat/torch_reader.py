@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from maxlm.errors import InputError, os_message
-from maxlm.huggingface.nanochat.pickle_parser import Call, Name, PersistentId, parse_pickle
+from maxlm.huggingface.nanochat.pickle_parser import Name, PersistentId, PickledCall, parse_pickle
 from maxlm.storage.regular_files import open_regular
 
 # The pickle has about 150 bytes per tensor.
@@ -109,7 +109,7 @@ class TorchTensors:
         if name in self.shapes:
             raise InputError(f'{where} exists with and without the prefix {COMPILED}; remove one of the two')
         match value:
-            case Call(
+            case PickledCall(
                 name=str(function),
                 arguments=(
                     PersistentId(value=('storage', Name(text=str(kind)), str(key), str(), int(count))),

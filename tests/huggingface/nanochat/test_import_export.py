@@ -11,12 +11,15 @@ import pytest
 import torch
 from flax import nnx
 
+from maxlm.api.dataset import Dataset
 from maxlm.cli.models import hf
+from maxlm.cli.setup import prepare
 from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.data.documents.messages import parse_messages
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.huggingface.nanochat.layout import model_config
+from maxlm.huggingface.nanochat.model_versions import model_config
 from maxlm.inference.load import load_model
 from maxlm.inference.prompts import text_prompt
 from maxlm.model.layers.kv_cache import init_caches
@@ -195,6 +198,27 @@ def test_prompts_begin_with_bos(with_tokenizer):
     tokenizer = Tokenizer.load(workdir / 'tokenizer.json')
     assert text_prompt(tokenizer, "I'm here") == [295, *made.encode_ordinary("I'm here")]
     assert tokenizer.context_free_prefix == [295]
+
+
+def test_one_bos_separates_the_documents_of_a_data_set(with_tokenizer, tmp_path):
+    _, workdir, made = with_tokenizer
+    (tmp_path / 'texts').mkdir()
+    for name in ('a', 'b'):
+        (tmp_path / 'texts' / f'{name}.txt').write_text('the text')
+    options = [
+        f'--input={tmp_path / "texts"}',
+        f'--output={tmp_path / "data"}',
+        '--validation-fraction=0',
+        '--workers=1',
+    ]
+    assert exit_code(prepare.main, [*options, f'--tokenizer={workdir / "tokenizer.json"}']) == EXIT_DONE
+    dataset = Dataset.open(tmp_path / 'data')
+    assert dataset.manifest.beginning_of_document == ()
+    (shard,) = dataset.manifest.splits['train'].shards
+    tokens = TokenReader(dataset.manifest, (shard,)).read(0, 0, shard.tokens)
+    assert tokens.tolist() == 2 * [*made.encode_ordinary('the text'), 295]
+    # A run that starts from the data set begins prompts with the token.
+    assert Tokenizer.load(dataset.manifest.tokenizer_path).beginning_of_document == (295,)
 
 
 def test_conversations_have_the_tokens_of_nanochat(with_tokenizer):

@@ -11,7 +11,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.huggingface.nanochat import pickle_parser
-from maxlm.huggingface.nanochat.pickle_parser import Call, PersistentId, parse_pickle
+from maxlm.huggingface.nanochat.pickle_parser import PersistentId, PickledCall, parse_pickle
 
 VALUE = {
     'numbers': [0, 200, 70_000, -1, 2**40, 1.5],
@@ -51,7 +51,7 @@ def test_plain_values_are_those_of_pickle(protocol):
 def test_an_allowed_call_is_recorded_and_not_made(protocol):
     content = pickle.dumps([Recorded()], protocol)
     before = Recorded.made
-    assert parse_pickle(content, (NAME,), 'file') == [Call(NAME, (1, 'two'), {'state': 3})]
+    assert parse_pickle(content, (NAME,), 'file') == [PickledCall(NAME, (1, 'two'), {'state': 3})]
     assert Recorded.made == before
     assert len(pickle.loads(content)) == 1
     assert Recorded.made == before + 1

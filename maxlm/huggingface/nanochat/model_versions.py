@@ -68,7 +68,7 @@ _NO_FUNCTION = ('lora_rank', 'lora_alpha', 'lora_target_modules', 'weight_quanti
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ModelVersion:
     """The model of a period of nanochat.
 
     Attributes:
@@ -82,8 +82,8 @@ class Layout:
     has_windows: bool
 
 
-FIRST = Layout('nanochat of 2025', {'rope_theta': 10_000.0}, has_windows=False)
-PRESENT = Layout(
+FIRST = ModelVersion('nanochat of 2025', {'rope_theta': 10_000.0}, has_windows=False)
+PRESENT = ModelVersion(
     'nanochat since 2026-03-14',
     {
         'rope_theta': 100_000.0,
@@ -127,14 +127,14 @@ def read_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     layers = {match[1] for name in shapes if (match := re.match(r'transformer\.h\.(\d{1,4})\.', name))}
     if len(layers) != settings['num_layers']:
         raise fields.error('n_layer', f'but the tensors have {len(layers)} layers; use the meta file of the same step')
-    layout = _layout(shapes, source)
+    version = _version(shapes, source)
     pattern = fields.text(_PATTERN, 'L').upper()
-    if not pattern or not set(pattern) <= set('LS' if layout.has_windows else 'L'):
-        raise fields.error(_PATTERN, f'not a pattern of {layout.title}; use the meta file of the same step')
-    return config_for_model(_settings(settings, layout, pattern, dtype), source)
+    if not pattern or not set(pattern) <= set('LS' if version.has_windows else 'L'):
+        raise fields.error(_PATTERN, f'not a pattern of {version.title}; use the meta file of the same step')
+    return config_for_model(_settings(settings, version, pattern, dtype), source)
 
 
-def _layout(shapes: Mapping[str, tuple[int, ...]], source: str) -> Layout:
+def _version(shapes: Mapping[str, tuple[int, ...]], source: str) -> ModelVersion:
     added = sorted(name for name in shapes if re.match(r'resid_|x0_|smear_|backout_|value_embeds\.', name))
     if not added:
         return FIRST
@@ -146,14 +146,14 @@ def _layout(shapes: Mapping[str, tuple[int, ...]], source: str) -> Layout:
     return PRESENT
 
 
-def _settings(sizes: Mapping[str, Any], layout: Layout, pattern: str, dtype: str) -> dict[str, Any]:
+def _settings(sizes: Mapping[str, Any], version: ModelVersion, pattern: str, dtype: str) -> dict[str, Any]:
     """Returns the settings of a model from its sizes and its pattern of layers."""
     L, length = sizes['num_layers'], sizes['max_positions']
     # The last layer has no window. A window excludes the token itself in nanochat, and is a quarter of the length,
     # rounded up to a multiple of 128.
     window = -(-length // (4 * 128)) * 128 + 1
     letters = ((pattern * L)[: L - 1] + 'L') if window < length else L * 'L'
-    of_layers = {'backout_layer': L // 2, 'value_embedding_pattern': 'NV'[-L:]} if layout is PRESENT else {}
+    of_layers = {'backout_layer': L // 2, 'value_embedding_pattern': 'NV'[-L:]} if version is PRESENT else {}
     return {
         'family': 'nanochat',
         **sizes,
@@ -163,7 +163,7 @@ def _settings(sizes: Mapping[str, Any], layout: Layout, pattern: str, dtype: str
         'dtype': dtype,
         **shortest_pattern(letters, window),
         **of_layers,
-        **layout.settings,
+        **version.settings,
     }
 
 
@@ -174,18 +174,18 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
         InputError: nanochat cannot express the model. The message names a key.
     """
     sizes = {key: getattr(model, key) for key in _KEYS.values()}
-    layout = PRESENT if model.residual_scale or model.smear_channels or model.value_embedding_pattern else FIRST
-    pattern = model.attention_pattern.replace('N', 'L') if layout.has_windows else 'L'
-    expected = config_for_model(_settings(sizes, layout, pattern, model.dtype), 'nanochat')
+    version = PRESENT if model.residual_scale or model.smear_channels or model.value_embedding_pattern else FIRST
+    pattern = model.attention_pattern.replace('N', 'L') if version.has_windows else 'L'
+    expected = config_for_model(_settings(sizes, version, pattern, model.dtype), 'nanochat')
     defaults = {key: getattr(expected.model, key) for key in _NO_FUNCTION}
     if abs(model.norm_epsilon - NORM_EPSILON) <= _MAX_EPSILON:
         defaults['norm_epsilon'] = NORM_EPSILON
     comparable = dataclasses.replace(model, **defaults)
     if found := model_difference(expected, dataclasses.replace(expected, model=comparable)):
         key, value, actual = found
-        raise InputError(f'{key}={actual}: {layout.title} has {key}={value}; export the model in another format')
+        raise InputError(f'{key}={actual}: {version.title} has {key}={value}; export the model in another format')
     settings = {name: sizes[key] for name, key in _KEYS.items()}
-    return {**settings, _PATTERN: model.attention_pattern} if layout.has_windows else settings
+    return {**settings, _PATTERN: model.attention_pattern} if version.has_windows else settings
 
 
 def file_tensors(model: ModelConfig, rows: int) -> list[Tensor]:
