@@ -168,7 +168,8 @@ def _set_recipe_of_2026(config: ConfigDict) -> None:
     model.embedding_residual = True
     model.smear_channels = 24
     model.backout_layer = num_layers // 2
-    # Rows begin at documents, and attention crosses their boundaries.
+    # nanochat's attention crosses documents. Its rows begin at documents: --config.data.rows=documents. In characters,
+    # most documents are longer than a row, of which such rows would lose the rest.
     config.data.document_mask = False
 
     # Compute-optimal tokens, relative to those of the depth at which the learning rates were tuned.

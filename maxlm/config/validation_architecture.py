@@ -194,8 +194,8 @@ def _check_stream(model: ModelConfig) -> None:
         )
     if model.backout_layer >= model.num_layers:
         raise InputError(
-            f'model.backout_layer={model.backout_layer}: the layers are numbered from 0 to {model.num_layers - 1} '
-            f'(model.num_layers={model.num_layers}); nanochat uses {model.num_layers // 2}; -1 switches it off'
+            f'model.backout_layer={model.backout_layer} is none of the layers 0 to {model.num_layers - 1}; use '
+            f'{model.num_layers // 2} as nanochat, or -1 for none'
         )
 
 

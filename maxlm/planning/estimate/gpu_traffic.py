@@ -44,9 +44,9 @@ HEAD_GRADIENT = 8.0
 # Arrays of the inner width of experts that the activation reads and writes, in a forward pass and in the backward pass.
 # The products of experts are kernels, so XLA cannot fuse the activation with them. Read off programs for H100.
 EXPERT_ACTIVATION, EXPERT_ACTIVATION_BACKWARD = 3, 4
-# Arrays of the model width that a layer reads and writes, forward and backward, in order to scale the stream, to add a
-# multiple of the first input, whose gradient is a sum over layers, and to keep the stream of one layer in a loop.
-# Counted from the operations.
+# Arrays of the model width that a layer reads and writes, forward and backward. SCALED: to scale the stream. ADDED: to
+# add a multiple of the first input, whose gradient is a sum over layers. KEPT: to keep the stream of one layer in a
+# loop. Counted from the operations.
 SCALED, ADDED, KEPT = 5, 4, 7
 
 
