@@ -57,7 +57,9 @@ class LayerScales(NamedTuple):
 
     def keep(self, backout_BTD: jax.Array | None, x_BTD: jax.Array) -> jax.Array | None:
         """Returns the output x of a layer if it is the one to keep, and otherwise the state before."""
-        return None if self.is_backout_L is None else jnp.where(self.is_backout_L, x_BTD, backout_BTD)
+        if self.is_backout_L is None or backout_BTD is None:
+            return None
+        return jnp.where(self.is_backout_L, x_BTD, backout_BTD)
 
 
 class Stream(NamedTuple):
@@ -83,7 +85,9 @@ class Stream(NamedTuple):
         """Returns the stream with the states of `packed`."""
         present = [x is not None for x in self[:3]]
         parts = iter(jnp.split(packed, sum(present), axis=-1))
-        return Stream(*(next(parts) if is_present else None for is_present in present), self.scales)
+        x_BTD = next(parts)
+        input_BTD, backout_BTD = (next(parts) if is_present else None for is_present in present[1:])
+        return Stream(x_BTD, input_BTD, backout_BTD, self.scales)
 
 
 def first_stream(
@@ -146,6 +150,7 @@ def num_states(config: ModelConfig) -> int:
 def _linear(first: float, last: float) -> Initializer:
     def init(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
         del key
-        return jnp.asarray(np.linspace(first, last, *shape), dtype)
+        (num,) = shape
+        return jnp.asarray(np.linspace(first, last, num), dtype)
 
     return init
