@@ -79,14 +79,15 @@ class Stream(NamedTuple):
 
     def packed(self) -> jax.Array:
         """Returns one array [B, T, n · D] of all states, which a pipeline sends from stage to stage."""
-        return jnp.concatenate([x for x in self[:3] if x is not None], axis=-1)
+        states = [x for x in self[:3] if x is not None]
+        return states[0] if len(states) == 1 else jnp.concatenate(states, axis=-1)
 
     def unpacked(self, packed: jax.Array) -> Stream:
         """Returns the stream with the states of `packed`."""
-        present = [x is not None for x in self[:3]]
-        parts = iter(jnp.split(packed, sum(present), axis=-1))
-        x_BTD = next(parts)
-        input_BTD, backout_BTD = (next(parts) if is_present else None for is_present in present[1:])
+        num = sum(x is not None for x in self[:3])
+        x_BTD, *rest = [packed] if num == 1 else jnp.split(packed, num, axis=-1)
+        input_BTD = None if self.input_BTD is None else rest.pop(0)
+        backout_BTD = None if self.backout_BTD is None else rest.pop(0)
         return Stream(x_BTD, input_BTD, backout_BTD, self.scales)
 
 
