@@ -51,6 +51,6 @@ def test_two_devices_equal_one(name):
     found, other_loss = moments_and_loss(small_config(num_devices=2, **{**COMMON, **model, **mesh}))
     np.testing.assert_allclose(other_loss, loss, rtol=2e-6)
     for moment, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(other, moment, rtol=0, atol=3e-6 * max(np.abs(moment).max(), 1e-3))
+        np.testing.assert_allclose(other, moment, rtol=0, atol=1e-5 * max(np.abs(moment).max(), 1e-3))
     for key in ('residual_scales', 'embedding_scales', 'smear_gate', 'smear_scale', 'backout_scale'):
         assert np.all(expected[key] != 0)
