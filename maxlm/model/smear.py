@@ -1,8 +1,8 @@
 """Smear: each token's embedding receives a gated multiple of the previous token's (Karpathy 2026, nanochat).
 
 x[t] ← x[t] + s · σ(Σ_c w[c] · x[t, c]) · x[t - 1], where c runs over the first C = `model.smear_channels` channels, w
-is `smear_gate` and s is `smear_scale`. The first token of a row is unchanged. If documents are separate, so is the
-first token of each document. Those of nanochat attend to each other, so there it also receives the previous token.
+is `smear_gate` and s is `smear_scale`. The first token of a row is unchanged. If documents are separate, the first
+token of each document is unchanged, too. In nanochat they are not.
 
 The embedding of the previous token follows from its id. A call that starts within a text needs only this id.
 

@@ -9,6 +9,7 @@ Shapes: B batch, T length, D dim, L layers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,19 +48,27 @@ class LayerScales(NamedTuple):
         """Returns the input of a layer, λ · x + μ · x0, in the dtype of x."""
         if self.residual_L is None and self.embedding_L is None:
             return x_BTD
-        mixed_BTD = x_BTD.astype(jnp.float32)
-        if self.residual_L is not None:
-            mixed_BTD = self.residual_L * mixed_BTD
-        if self.embedding_L is not None:
-            assert input_BTD is not None, 'scales of the embedding multiply it'
-            mixed_BTD = mixed_BTD + self.embedding_L * input_BTD
-        return mixed_BTD.astype(x_BTD.dtype)
+        return _mix(x_BTD, input_BTD, self.residual_L, self.embedding_L)
 
     def keep(self, backout_BTD: jax.Array | None, x_BTD: jax.Array) -> jax.Array | None:
         """Returns the output x of a layer if it is the one to keep, and otherwise the state before."""
         if self.is_backout_L is None or backout_BTD is None:
             return None
         return jnp.where(self.is_backout_L, x_BTD, backout_BTD)
+
+
+# The backward pass of a loop keeps only the inputs, not their conversions to float32.
+@partial(jax.checkpoint, prevent_cse=False)
+def _mix(
+    x_BTD: jax.Array, input_BTD: jax.Array | None, residual: jax.Array | None, embedding: jax.Array | None
+) -> jax.Array:
+    mixed_BTD = x_BTD.astype(jnp.float32)
+    if residual is not None:
+        mixed_BTD = residual * mixed_BTD
+    if embedding is not None:
+        assert input_BTD is not None, 'scales of the embedding multiply it'
+        mixed_BTD = mixed_BTD + embedding * input_BTD
+    return mixed_BTD.astype(x_BTD.dtype)
 
 
 class Stream(NamedTuple):

@@ -19,6 +19,9 @@ DENSE = {'model__family': 'nanochat'}
 SPARSE = {**EXPERTS, 'model__num_layers': 5, 'model__backout_layer': 0, 'train__load_balancing_loss': 0.0}
 LAYOUTS = {
     'fsdp': ({'mesh__fsdp': 2}, DENSE),
+    'parameters on the host': ({'mesh__fsdp': 2, 'mesh__host_offload': 'all'}, DENSE),
+    # The moments of AdamW include these parameters.
+    'muon': ({'mesh__fsdp': 2}, {**DENSE, 'optimizer__name': 'muon'}),
     'tensor': ({'mesh__tensor': 2, 'mesh__fsdp': 1}, DENSE),
     'context': ({'mesh__context': 2, 'mesh__fsdp': 1}, {**DENSE, 'model__family': 'gpt2'}),
     'stage': ({'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 2}, DENSE),

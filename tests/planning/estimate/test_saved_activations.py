@@ -75,3 +75,5 @@ def test_options_of_the_stream():
     """A layer saves its input before and after the scales, and the earlier states of the stream not at all."""
     assert saved('none', **STREAM) == saved('none') + D
     assert saved('full', **STREAM) == saved('full') == D
+    half = {'model__dtype': 'bfloat16'}
+    assert saved('none', **STREAM, **half) == saved('none', **half) + D / 2
