@@ -2,7 +2,7 @@
 
 x[t] ← x[t] + s · σ(Σ_c w[c] · x[t, c]) · x[t - 1], where c runs over the first C = `model.smear_channels` channels, w
 is `smear_gate` and s is `smear_scale`. The first token of a row is unchanged. If documents are separate, the first
-token of each document is unchanged, too. In nanochat they are not.
+token of each document is unchanged, too; those of nanochat are not separate.
 
 The embedding of the previous token follows from its id. A call that starts within a text needs only this id.
 
