@@ -76,3 +76,21 @@ def test_dropout_keeps_the_mean():
     dropped = np.asarray(jax.jit(lambda key: dropout(jnp.ones(100_000), 0.3, key))(jax.random.key(0)))
     assert abs(dropped.mean() - 1) < 0.01
     assert abs((dropped == 0).mean() - 0.3) < 0.01
+
+
+@pytest.mark.parametrize(
+    ('settings', 'changes'),
+    [
+        ({}, {'scan_layers': False}),
+        ({}, {'remat_policy': 'full'}),
+        ({'model__parallel_residual': True}, {'scan_layers': False}),
+        ({'model__family': 'llama', 'model__norm_placement': 'both'}, {'scan_layers': False}),
+        ({'model__norm_placement': 'post'}, {'scan_layers': False, 'remat_policy': 'dots'}),
+    ],
+    ids=['unrolled', 'rematerialized', 'parallel', 'pre- and post-norm', 'post-norm'],
+)
+def test_norm_kernels_change_nothing(settings, changes):
+    config = small_config(**settings)
+    params = random_params(config)
+    fused = loss_and_gradients(config, norm_kernel='pallas', **changes)(params)
+    assert_same(fused, loss_and_gradients(config)(params))
