@@ -49,7 +49,7 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize('dtype', TOLERANCE)
-@pytest.mark.parametrize('shape', [(2, 16, 32), (37, 24), (3, 5, 200)], ids=['full tiles', 'partial tiles', 'wide rows'])
+@pytest.mark.parametrize('shape', [(2, 16, 32), (1, 37, 24), (3, 5, 200)], ids=['full tiles', 'partial tiles', 'wide rows'])
 @pytest.mark.parametrize(
     ('is_centered', 'has_branch', 'has_scale', 'has_bias'),
     [
@@ -74,7 +74,7 @@ def test_kernels_equal_the_definition(small_tiles, dtype, shape, is_centered, ha
 
 
 def test_a_norm_without_the_stream_has_one_result(small_tiles):
-    x, scale = normal(0, (37, 24)), normal(1, (24,))
+    x, scale = normal(0, (1, 37, 24)), normal(1, (24,))
     plan = Plan(True, EPSILON, False, SINGLE_DEVICE)
     found = pulled(lambda x, scale: add_and_normalize(x, None, scale, None, plan)[1:], (x, scale))
     expected = pulled(lambda x, scale: definition(x, None, scale, None, is_centered=True)[1:], (x, scale))
@@ -131,7 +131,7 @@ def pulled_back(plan, *arguments):
     [
         ('cpu', {}, 'not available on cpu devices; set it to xla'),
         ('gpu', {'model__dim': 8200}, 'a model.dim of at most 8192; found 8200'),
-        ('gpu', {'mesh__stage': 2, 'mesh__fsdp': 1}, 'a mesh.stage of at most 1; found 2'),
+        ('gpu', {'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 4}, 'a mesh.stage of at most 1; found 2'),
     ],
 )
 def test_unsupported_settings(platform, overrides, message):
