@@ -1,15 +1,22 @@
-"""Tests that the check of the norm kernels detects errors, with kernels interpreted on a CPU."""
+"""Tests that the check of the norm kernels detects errors, with formulas in place of the kernels."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks import gpu_norm
 from benchmarks.gpu_norm import Shape, chain, check, find_mistakes, measure
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from maxlm.training.known_answers import residual_norm
+from tests.model.layers.norm_kernels_on_cpu import use_formulas
 
 SHAPES = [Shape(9, 24, 'layernorm', 'float32'), Shape(6, 32, 'rmsnorm', 'bfloat16')]
+
+
+@pytest.fixture(autouse=True)
+def formulas(monkeypatch):
+    use_formulas(monkeypatch)
 
 
 def test_correct_kernels_pass_and_wrong_ones_are_detected(monkeypatch):

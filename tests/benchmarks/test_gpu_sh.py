@@ -126,7 +126,7 @@ def test_measurements_beyond_the_time_limit_are_skipped(run):
     assert done.returncode == 0, done.stderr
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
-    assert f' {" ".join(FIRST_CALL + SECOND_CALL)} decode_1b_int8 ' in line
+    assert f' {" ".join(FIRST_CALL + SECOND_CALL)} 8x1b_4layers ' in line
     # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ from maxlm.training.known_answers.kernels import serving_answers, training_answe
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
 from maxlm.training.known_answers.residual_norm import residual_norm_answer
+from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.model.attention import cudnn_on_cpu
 from tests.small import small_config
 
@@ -60,7 +61,9 @@ def wrong(answer, index, change):
 
 
 @pytest.mark.parametrize('name', ANSWERS)
-def test_kernels_are_right_and_one_percent_is_found(name):
+def test_kernels_are_right_and_one_percent_is_found(name, monkeypatch):
+    # Interpreted kernels take long to compile; tests/model/layers/test_norm_kernels.py compares them.
+    use_formulas(monkeypatch)
     answer = ANSWERS[name]()
     assert find_mistake(answer, DEVICES) is None
     # The last array of a training kernel is a gradient.
