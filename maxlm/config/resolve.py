@@ -294,7 +294,9 @@ def _check_norm_kernel(config: Config, platform: str) -> None:
         ('model.dim', config.model.dim, NORM_KERNEL_MAX_DIM),
     ):
         if found > most:
-            raise InputError(f'model.norm_kernel=pallas requires a {key} of at most {most}; found {found}; set it to xla')
+            raise InputError(
+                f'model.norm_kernel=pallas requires a {key} of at most {most}; found {found}; set it to xla'
+            )
 
 
 def needs_tokamax(model: ModelConfig, platform: str) -> bool:

@@ -76,6 +76,7 @@ class Norm(nnx.Module):
         return stream, self(stream)
 
     def _run_kernel(self, stream: jax.Array, branch: jax.Array | None, *, returns_sum: bool) -> tuple[Any, jax.Array]:
+        assert self.partitioning is not None
         plan = Plan(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
         with jax.named_scope('norm'):
             return add_and_normalize(stream, branch, *self._parameters(), plan)

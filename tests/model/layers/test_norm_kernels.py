@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -49,7 +48,9 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize('dtype', TOLERANCE)
-@pytest.mark.parametrize('shape', [(2, 16, 32), (1, 37, 24), (3, 5, 200)], ids=['full tiles', 'partial tiles', 'wide rows'])
+@pytest.mark.parametrize(
+    'shape', [(2, 16, 32), (1, 37, 24), (3, 5, 200)], ids=['full tiles', 'partial tiles', 'wide rows']
+)
 @pytest.mark.parametrize(
     ('is_centered', 'has_branch', 'has_scale', 'has_bias'),
     [
@@ -95,9 +96,7 @@ def test_a_norm_with_kernels_equals_that_of_xla(settings):
     x, branch = normal(0, (2, 3, 32)), normal(1, (2, 3, 32))
     results = []
     for kernel in ('xla', 'pallas'):
-        norm = Norm(
-            dataclasses.replace(config, norm_kernel=kernel), 32, rngs=nnx.Rngs(0), partitioning=SINGLE_DEVICE
-        )
+        norm = Norm(dataclasses.replace(config, norm_kernel=kernel), 32, rngs=nnx.Rngs(0), partitioning=SINGLE_DEVICE)
         norm.scale[...] = normal(2, (32,))
         results.append([norm(x), *norm.add_and_normalize(x, branch), *norm.add_and_normalize(x, None)])
     assert_close(results[1], results[0], 'float32')
@@ -131,7 +130,11 @@ def pulled_back(plan, *arguments):
     [
         ('cpu', {}, 'not available on cpu devices; set it to xla'),
         ('gpu', {'model__dim': 8200}, 'a model.dim of at most 8192; found 8200'),
-        ('gpu', {'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 4}, 'a mesh.stage of at most 1; found 2'),
+        (
+            'gpu',
+            {'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 4},
+            'a mesh.stage of at most 1; found 2',
+        ),
     ],
 )
 def test_unsupported_settings(platform, overrides, message):

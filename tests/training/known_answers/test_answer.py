@@ -19,8 +19,8 @@ from maxlm.training.known_answers.kernels import serving_answers, training_answe
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
 from maxlm.training.known_answers.residual_norm import residual_norm_answer
-from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.model.attention import cudnn_on_cpu
+from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.small import small_config
 
 CONFIG = small_config(model__dtype='bfloat16', data__seq_len=64, train__z_loss=1e-4, model__logit_softcap=30.0)
@@ -203,7 +203,7 @@ def test_the_kernels_of_a_config():
     experts = small_config(model__num_experts=4, model__num_experts_per_token=2, model__family='llama')
     assert kinds(training_answers(experts))[-2:] == ['product of experts (model.expert_matmul=loop)'] * 2
     fused = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm_kernel='pallas'))
-    assert 'layernorm with addition (model.norm_kernel=pallas)' in kinds(training_answers(fused))
+    assert 'layernorm of a sum (model.norm_kernel=pallas)' in kinds(training_answers(fused))
     served = serving_answers(CONFIG, max_context=32, int8_cache=True)
     assert kinds(served) == ['attention to a cache of int8', *layers]
 
