@@ -2,7 +2,7 @@
 # Runs the measurements that need a GPU, the most informative first, and writes a JSON file after each.
 #
 #   bash benchmarks/gpu.sh               the checks of the computation and the shipped step, within 570 seconds
-#   bash benchmarks/gpu.sh               the comparison with PyTorch, fp8, experts and decoding, within 570 seconds
+#   bash benchmarks/gpu.sh               the norm kernels, the comparison with PyTorch, and fp8, within 570 seconds
 #   LIMIT=3600 bash benchmarks/gpu.sh    all measurements
 #
 # Each call skips the measurements that have a JSON file. LIMIT is in seconds. A measurement starts only if it fits into
@@ -95,6 +95,9 @@ run replay 130 benchmarks.gpu_replay --exact --config=configs/1b.py --config.tra
 
 # The shipped step, with a profile and the compiled program. It compiles anew, to measure the time for it.
 JAX_ENABLE_COMPILATION_CACHE=false measure 1b 75 configs/1b.py "${learning[@]}" --profile="$out/profile"
+# The values and the time of the norm kernels, and the step with them.
+run norm 60 benchmarks.gpu_norm
+measure 1b_norm_kernels 75 configs/1b.py "${learning[@]}" --config.model.norm_kernel=pallas --beside="$out/1b.json"
 # The cost of equal bits.
 measure 1b_deterministic 75 configs/1b.py "${learning[@]}" --config.train.deterministic=true --beside="$out/1b.json"
 # The values of the products of experts, which need tokamax.

@@ -25,6 +25,8 @@ SPLASH_MULTIPLE = 128
 # Major compute capabilities of GPUs with a deterministic backward pass of cuDNN's attention: Hopper and Blackwell.
 # TransformerEngine uses it on these too.
 DETERMINISTIC_CUDNN = (9, 10)
+# Width of the residual stream above which a thread of the norm kernels needs more registers than it has.
+NORM_KERNEL_MAX_DIM = 8192
 # Platform of each kernel for the products of experts.
 _KERNELS = {'tokamax': 'gpu', 'megablox': 'tpu'}
 # `data.seq_len` of a config that describes a model without a run.
@@ -155,6 +157,7 @@ def resolve(
     )
     check_layout(config)
     _check_matmul(config, platform, capability)
+    _check_norm_kernel(config, platform)
     return dataclasses.replace(config, teacher=_resolved_teacher(config, platform, capability))
 
 
@@ -177,6 +180,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         config.teacher,
         dtype=config.model.dtype,
         attention='auto',
+        norm_kernel='xla',
         matmul_precision='default',
         remat_policy='none',
         dropout=0.0,
@@ -221,7 +225,7 @@ def resolve_on(
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=False))
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
-    model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto')
+    model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto', norm_kernel='xla')
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
     model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform, mesh))
     if not _multiplies_fp8(platform, capability):
@@ -275,6 +279,23 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
             raise InputError(
                 f'model.matmul_precision=fp8: {key} is {size}{each} but must be a multiple of {FP8_MULTIPLE}; nearest: '
                 f'{closest}'
+            )
+
+
+def _check_norm_kernel(config: Config, platform: str) -> None:
+    """Checks that devices, mesh and width support `model.norm_kernel=pallas` if a resolved config sets it."""
+    if config.model.norm_kernel == 'xla':
+        return
+    if platform != 'gpu':
+        raise InputError(f'model.norm_kernel=pallas: not available on {platform} devices; set it to xla')
+    for key, found, most in (
+        # JAX has no batching rule for the sharded kernels.
+        ('mesh.stage', config.mesh.stage, 1),
+        ('model.dim', config.model.dim, NORM_KERNEL_MAX_DIM),
+    ):
+        if found > most:
+            raise InputError(
+                f'model.norm_kernel=pallas requires a {key} of at most {most}; found {found}; set it to xla'
             )
 
 

@@ -101,15 +101,20 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, partitioning: Partitioning, rngs: nnx.Rngs):
         pre, post = config.norm_placement != 'post', config.norm_placement != 'pre'
-        self.attention_norm = Norm(config, config.dim, rngs=rngs) if pre else None
+
+        def norm() -> Norm:
+            return Norm(config, config.dim, rngs=rngs, partitioning=partitioning)
+
+        self.attention_norm = norm() if pre else None
         make_attention = LatentAttention if config.kv_lora_rank else Attention
         self.attention = make_attention(config, partitioning=partitioning, rngs=rngs)
-        self.attention_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
-        self.feedforward_norm = Norm(config, config.dim, rngs=rngs) if pre else None
+        self.attention_post_norm = norm() if post else None
+        self.feedforward_norm = norm() if pre else None
         make_feedforward = MixtureOfExperts if config.num_experts else FeedForward
         self.feedforward = make_feedforward(config, partitioning=partitioning, rngs=rngs)
-        self.feedforward_post_norm = Norm(config, config.dim, rngs=rngs) if post else None
+        self.feedforward_post_norm = norm() if post else None
         self.parallel_residual = config.parallel_residual
+        self.has_norm_kernels = config.norm_kernel == 'pallas'
         self.residual_multiplier = config.residual_multiplier
         self.num_kv_heads = config.num_kv_heads
         self.dropout = config.dropout
@@ -127,8 +132,30 @@ class Block(nnx.Module):
 
         `window` is the number of last tokens to which a query attends; 0 means all.
         """
+        stream_BTD, branch_BTD, new_cache, router = self.run(x_BTD, None, context, window, cache, dropout_key)
+        return self.partitioning.constrain(stream_BTD + branch_BTD, ACTIVATION_AXES), new_cache, router
+
+    def run(
+        self,
+        stream_BTD: jax.Array,
+        branch_BTD: jax.Array | None,
+        context: Context,
+        window: int,
+        cache: LayerCache | None,
+        dropout_key: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array, LayerCache | None, RouterStats | None]:
+        """Runs the block without its last addition, which the kernel of the next norm can perform.
+
+        Args:
+            stream_BTD: stream of the previous block.
+            branch_BTD: branch that the previous block has not added to it; None if it has.
+            context, window, cache, dropout_key: see `__call__`.
+
+        Returns:
+            The stream and the branch that is to be added to it, the updated cache, and the statistics of the router.
+        """
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        normed_BTD = x_BTD if self.attention_norm is None else self.attention_norm(x_BTD)
+        x_BTD, normed_BTD = _add_and_normalize(self.attention_norm, stream_BTD, branch_BTD)
         with jax.named_scope('attention'):
             attended_BTD, new_cache = self.attention(
                 normed_BTD,
@@ -143,22 +170,36 @@ class Block(nnx.Module):
                 cache=cache,
             )
         attended_BTD = self._branch(attended_BTD, self.attention_post_norm, attention_key)
-        stream_BTD = x_BTD if self.parallel_residual else x_BTD + attended_BTD
-        fed_BTD, router = stream_BTD if self.feedforward_norm is None else self.feedforward_norm(stream_BTD), None
+        added_BTD, router = None if self.parallel_residual else attended_BTD, None
+        stream_BTD, fed_BTD = _add_and_normalize(self.feedforward_norm, x_BTD, added_BTD)
         if isinstance(self.feedforward, MixtureOfExperts):
             # With a cache, the capacity of experts would depend on the number of tokens in a call.
             fed_BTD, router = self.feedforward(fed_BTD, context.segments_BT, is_dropless=cache is not None)
         else:
             fed_BTD = self.feedforward(fed_BTD)
         fed_BTD = self._branch(fed_BTD, self.feedforward_post_norm, feedforward_key)
-        y_BTD = x_BTD + attended_BTD + fed_BTD if self.parallel_residual else stream_BTD + fed_BTD
-        return self.partitioning.constrain(y_BTD, ACTIVATION_AXES), new_cache, router
+        if self.parallel_residual and self.has_norm_kernels:
+            # The sum of both branches needs no copy of the stream.
+            fed_BTD = attended_BTD + fed_BTD
+        elif self.parallel_residual:
+            stream_BTD = stream_BTD + attended_BTD
+        return stream_BTD, fed_BTD, new_cache, router
 
     def _branch(self, x_BTD: jax.Array, norm: Norm | None, dropout_key: jax.Array | None) -> jax.Array:
         """Returns what a branch with the output `x_BTD` adds to the stream."""
         x_BTD = x_BTD if norm is None else norm(x_BTD)
         x_BTD = x_BTD if self.residual_multiplier == 1 else x_BTD * self.residual_multiplier
         return dropout(x_BTD, self.dropout, dropout_key)
+
+
+def _add_and_normalize(
+    norm: Norm | None, stream_BTD: jax.Array, branch_BTD: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum and the normalized sum; without a norm, the sum twice."""
+    if norm is not None:
+        return norm.add_and_normalize(stream_BTD, branch_BTD)
+    stream_BTD = stream_BTD if branch_BTD is None else stream_BTD + branch_BTD
+    return stream_BTD, stream_BTD
 
 
 def block_class(config: ModelConfig) -> type[Block]:
@@ -226,7 +267,7 @@ def run_layers(
     firsts = first_layers or {}
     numbers = [firsts.get(window, 0) + windows[:index].count(window) for index, window in enumerate(windows)]
     divisors_L = first_layer + jnp.arange(1.0, L + 1) if config.attention_scale_by_layer else None
-    scales_L = stream.scales.of_layers(first_layer, L)
+    defers, scales_L = defers_additions(config), stream.scales.of_layers(first_layer, L)
     inputs_L = (scales_L, *inputs_L, None if caches is None else jnp.array(numbers), divisors_L)
     has_values, values = _values_of(context.values, config, first_layer, L)
 
@@ -234,7 +275,7 @@ def run_layers(
         window = window_of(kind, config)
 
         def layer(carry: Any, inputs: Any, values: Any) -> tuple[Any, RouterStats | None]:
-            x_BTD, caches = carry
+            x_BTD, branch_BTD, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
             scales, block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
@@ -242,22 +283,26 @@ def run_layers(
             x_BTD = scales.mix(checkpoint_name(x_BTD, LAYER_INPUT), stream.input_BTD)
             layer_cache = None if caches is None else LayerCache([caches[window]], number)
             layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf: leaf[value_index], values))
-            x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, layer_context, window, layer_cache, key)
-            return (x_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
+            arguments = (layer_context, window, layer_cache, key)
+            if defers:
+                x_BTD, branch_BTD, cache, router = nnx.merge(graph, block).run(x_BTD, branch_BTD, *arguments)
+            else:
+                x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, *arguments)
+            return (x_BTD, branch_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, stacks: Any, layers: slice, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        routers, (x_BTD, backout_BTD, caches) = [], carry
+        routers, (x_BTD, branch_BTD, backout_BTD, caches) = [], carry
         inputs, values = (_in_order(stack, num, in_loop) for stack, num in zip(stacks, sizes(layers), strict=True))
         for kind, has_value in zip(kinds[layers], has_values[layers], strict=True):
             (own, index), (value, value_index) = next(inputs), next(values) if has_value else (None, 0)
             layer = make_layer(kind, index, value_index, in_loop)
-            (x_BTD, caches), router = layer((x_BTD, caches), own, value)
+            (x_BTD, branch_BTD, caches), router = layer((x_BTD, branch_BTD, caches), own, value)
             # Outside of the rematerialized function, which saves its inputs.
             backout_BTD = own[0].of_layer(index).keep(backout_BTD, x_BTD)
             routers.append(router)
-        return (x_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
+        return (x_BTD, branch_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
     def sizes(layers: slice) -> tuple[int, int]:
         return len(kinds[layers]), sum(has_values[layers])
@@ -266,7 +311,7 @@ def run_layers(
     # time. Layers after the last complete period follow the loop.
     period = config.layer_period if config.scan_layers else L
     looped = L // period * period if period < L else 0
-    carry, routers, stacks = (stream.x_BTD, stream.backout_BTD, caches), [], (inputs_L, values)
+    carry, routers, stacks = (stream.x_BTD, None, stream.backout_BTD, caches), [], (inputs_L, values)
     if looped:
         within, per_body = sizes(slice(0, looped)), sizes(slice(0, period))
         parts = [
@@ -284,9 +329,26 @@ def run_layers(
         ]
         carry, router = run_in_order(carry, parts, slice(looped, L), in_loop=False)
         routers.append(router)
-    x_BTD, backout_BTD, caches = carry
+    x_BTD, branch_BTD, backout_BTD, caches = carry
+    if branch_BTD is not None:
+        x_BTD = partitioning.constrain(x_BTD + branch_BTD, ACTIVATION_AXES)
     stream = stream._replace(x_BTD=x_BTD, backout_BTD=backout_BTD)
     return stream, caches, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
+
+
+def defers_additions(config: ModelConfig) -> bool:
+    """Returns True if the first norm of a block adds the last branch of the block before it to the stream.
+
+    Loops and rematerialization would save the branch in addition to the stream. Options of the stream need it complete.
+    """
+    is_kept = not config.scan_layers and config.remat_policy == 'none'
+    needs_stream = config.residual_scale or config.embedding_residual or config.backout_layer >= 0
+    return (
+        config.norm_kernel == 'pallas'
+        and config.norm_placement != 'post'
+        and is_kept
+        and not (config.block or needs_stream)
+    )
 
 
 def run_layers_unrolled(

@@ -68,7 +68,7 @@ class Decoder(nnx.Module):
 
         self.dense_blocks = stacked(dense, num_dense, 'dense_layers') if num_dense else None
         self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
-        self.final_norm = Norm(config, config.dim, rngs=rngs)
+        self.final_norm = Norm(config, config.dim, rngs=rngs, partitioning=partitioning)
         untied = Linear(
             (D,),
             (V,),

@@ -58,7 +58,7 @@ def run(tmp_path):
 ALWAYS = 10**6
 # Measurements of the first two calls of 570 seconds.
 FIRST_CALL = ('decide', 'attention', 'deterministic', 'replay', '1b')
-SECOND_CALL = ('1b_deterministic', 'experts', 'peers', '1b_fp8', '8x1b_4layers', 'decode_1b')
+SECOND_CALL = ('norm', '1b_norm_kernels', '1b_deterministic', 'experts', 'peers', '1b_fp8')
 
 
 def test_all_measurements_run(run):
@@ -76,7 +76,7 @@ def test_all_measurements_run(run):
     folder = os.path.dirname(calls['1b'][2].removeprefix('--output=')).removesuffix('/unfinished')
     assert f'--beside={folder}/1b.json' in calls['1b_fp8']
     modules = {words[1].removeprefix('benchmarks.') for words in calls.values()}
-    checks = {'gpu_decide', 'gpu_attention', 'gpu_checks', 'gpu_replay', 'gpu_experts'}
+    checks = {'gpu_decide', 'gpu_attention', 'gpu_checks', 'gpu_replay', 'gpu_norm', 'gpu_experts'}
     assert modules == {*checks, 'peers_gpu', 'step', 'decode'}
     # These compile without the cache: one compares programs, and the compile time of the other is a result.
     assert [name for name, words in calls.items() if '--no-cache' in words] == ['deterministic', '1b']
@@ -126,7 +126,7 @@ def test_measurements_beyond_the_time_limit_are_skipped(run):
     assert done.returncode == 0, done.stderr
     assert calls == {}
     (line,) = (line for line in done.stdout.splitlines() if 'skipped' in line)
-    assert f' {" ".join(FIRST_CALL + SECOND_CALL)} decode_1b_int8 ' in line
+    assert f' {" ".join(FIRST_CALL + SECOND_CALL)} 8x1b_4layers ' in line
     # Measurements that need more than the limit are skipped, and all others run.
     done, calls, files = run(110)
     assert done.returncode == 0, done.stderr

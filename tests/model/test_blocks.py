@@ -1,6 +1,7 @@
 """Scanned and unrolled blocks, rematerialization and dropout."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxlm.model.blocks import dropout
+from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 
@@ -76,3 +78,37 @@ def test_dropout_keeps_the_mean():
     dropped = np.asarray(jax.jit(lambda key: dropout(jnp.ones(100_000), 0.3, key))(jax.random.key(0)))
     assert abs(dropped.mean() - 1) < 0.01
     assert abs((dropped == 0).mean() - 0.3) < 0.01
+
+
+@pytest.mark.parametrize(
+    ('settings', 'changes', 'kernels'),
+    [
+        # The stream of the first and of the last norm has no branch.
+        ({}, {'scan_layers': False}, [('forward', 2), ('forward with branch', 3)]),
+        ({}, {'remat_policy': 'full'}, [('forward', 2), ('forward with branch', 1)]),
+        ({'model__parallel_residual': True}, {'scan_layers': False}, [('forward', 4), ('forward with branch', 1)]),
+        pytest.param(
+            {'model__norm_placement': 'both'},
+            {'scan_layers': False},
+            [('forward', 6), ('forward with branch', 3)],
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {'model__norm_placement': 'post'}, {'scan_layers': False}, [('forward', 5)], marks=pytest.mark.nightly
+        ),
+    ],
+    ids=['unrolled', 'rematerialized', 'parallel', 'pre- and post-norm', 'post-norm'],
+)
+def test_norm_kernels_change_nothing(settings, changes, kernels, monkeypatch, plain):
+    config, params, expected = plain
+    if settings:
+        config = small_config(**settings)
+        params = random_params(config)
+        expected = loss_and_gradients(config)(params)
+    traced = use_formulas(monkeypatch)
+    assert_same(loss_and_gradients(config, norm_kernel='pallas', **changes)(params), expected)
+    forward = Counter(name for name in traced if name.startswith('forward'))
+    # Rematerialized layers are traced twice.
+    assert set(forward) == {name for name, _ in kernels}
+    if 'remat_policy' not in changes:
+        assert sorted(forward.items()) == kernels

@@ -18,6 +18,7 @@ RematPolicy = Literal['none', 'dots', 'dots_no_batch', 'full', 'offload']
 # Dimensions of a head or of a latent of attention.
 Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
+NormKernel = Literal['xla', 'pallas']
 AttentionKernel = Literal['auto', 'xla', 'cudnn', 'cudnn_mask', 'splash']
 
 
@@ -239,6 +240,9 @@ class ModelConfig:
     # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; splash: TPU; auto: cudnn
     # (cudnn_mask with train.deterministic) or splash if supported, otherwise xla.
     attention: AttentionKernel = 'auto'
+    # Norms of the residual stream. pallas: a GPU kernel adds the branch to the stream and normalizes the sum, and
+    # another one computes the gradients (maxlm/model/layers/norm_kernels.py). It has not been measured on a GPU yet.
+    norm_kernel: NormKernel = 'xla'
 
     @property
     def value_dim(self) -> int:

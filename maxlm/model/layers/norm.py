@@ -17,6 +17,8 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.linear import parameter
+from maxlm.model.layers.norm_kernels import Plan, add_and_normalize
+from maxlm.parallel.partitioning import Partitioning
 
 
 class NormKind(NamedTuple):
@@ -39,9 +41,15 @@ class Norm(nnx.Module):
 
     `model.norm` selects LayerNorm or RMSNorm; `model.norm_use_scale` and `model.has_bias` select the parameters.
     With `model.norm_unit_offset`, the input is multiplied by 1 + scale.
+
+    Args:
+        config: config of the model.
+        dim: size of the last axis.
+        rngs: random keys.
+        partitioning: partitioning of the input, a residual stream, for `model.norm_kernel`; None: XLA normalizes.
     """
 
-    def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dim: int, *, rngs: nnx.Rngs, partitioning: Partitioning | None = None):
         ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
         has_bias = config.norm == 'layernorm' and config.has_bias('norm') and config.norm_use_scale
         self.scale_offset = 1.0 if config.norm_unit_offset else 0.0
@@ -49,13 +57,33 @@ class Norm(nnx.Module):
         self.scale = parameter(rngs, (dim,), ('norm',), initial_scale) if config.norm_use_scale else None
         self.bias = parameter(rngs, (dim,), ('norm',), zeros) if has_bias else None
         self.kind = NormKind(config.norm == 'layernorm', config.norm_epsilon, config.scan_layers)
+        self.partitioning = partitioning if config.norm_kernel == 'pallas' else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
-        if scale is not None and self.scale_offset:
-            scale = scale + self.scale_offset
+        if self.partitioning is not None:
+            return self._run_kernel(x, None, returns_sum=False)[1]
         with jax.named_scope('norm'):
-            return normalize(x, scale, bias, self.kind)
+            return normalize(x, *self._parameters(), self.kind)
+
+    def add_and_normalize(self, stream: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Returns stream + branch, and this sum normalized; without a branch, the stream and the normalized stream.
+
+        A caller that uses the sum afterwards should use the returned one: a kernel then adds its gradient.
+        """
+        if self.partitioning is not None:
+            return self._run_kernel(stream, branch, returns_sum=True)
+        stream = stream if branch is None else stream + branch
+        return stream, self(stream)
+
+    def _run_kernel(self, stream: jax.Array, branch: jax.Array | None, *, returns_sum: bool) -> tuple[Any, jax.Array]:
+        assert self.partitioning is not None
+        plan = Plan(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
+        with jax.named_scope('norm'):
+            return add_and_normalize(stream, branch, *self._parameters(), plan)
+
+    def _parameters(self) -> tuple[jax.Array | None, jax.Array | None]:
+        scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
+        return scale + self.scale_offset if scale is not None and self.scale_offset else scale, bias
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -183,7 +183,7 @@ class _Reader:
             return PRODUCTS
         scope, root = self._scope(instruction), self._root(instruction)
         if opcode.startswith('custom-call'):
-            return PRODUCTS if scope == EXPERTS else ATTENTION
+            return PRODUCTS if scope == EXPERTS else scope if scope == SCOPES['norm'] else ATTENTION
         if root.opcode == 'dynamic-update-slice' or opcode in ('dynamic-slice', 'dynamic-update-slice'):
             return 'saved activations'
         if opcode in ('copy', 'copy-start', 'transpose') or root.opcode in ('copy', 'transpose', 'concatenate'):

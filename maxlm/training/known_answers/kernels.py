@@ -13,6 +13,7 @@ from maxlm.training.known_answers.attention import attention_answer, cache_answe
 from maxlm.training.known_answers.experts import experts_answer
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
+from maxlm.training.known_answers.residual_norm import residual_norm_answer
 
 # Largest number of rows of matrices, so that formulas in float32 need little memory.
 MAX_ROWS = 4096
@@ -75,7 +76,7 @@ def _layers(model: ModelConfig, mesh: MeshConfig, rows: int) -> Iterator[KnownAn
     width = (model.expert_ffn_dim if model.num_experts and not model.num_dense_layers else model.ffn_dim) // mesh.tensor
     yield product_answer(model, rows, model.dim, width)
     yield product_answer(model, rows, width, model.dim)
-    yield norm_answer(model, rows)
+    yield residual_norm_answer(model, rows) if model.norm_kernel == 'pallas' else norm_answer(model, rows)
     yield activation_answer(model, rows, width)
 
 

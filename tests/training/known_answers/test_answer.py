@@ -18,7 +18,9 @@ from maxlm.training.known_answers.experts import experts_answer
 from maxlm.training.known_answers.kernels import serving_answers, training_answers, training_settings
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
+from maxlm.training.known_answers.residual_norm import residual_norm_answer
 from tests.model.attention import cudnn_on_cpu
+from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.small import small_config
 
 CONFIG = small_config(model__dtype='bfloat16', data__seq_len=64, train__z_loss=1e-4, model__logit_softcap=30.0)
@@ -43,6 +45,7 @@ ANSWERS = {
         dataclasses.replace(MODEL, weight_quantization='int4', quantization_group_size=32), ROWS, 64, 48
     ),
     'norm': lambda: norm_answer(MODEL, ROWS),
+    'residual norm': lambda: residual_norm_answer(MODEL, ROWS),
     'activation': lambda: activation_answer(MODEL, ROWS, 48),
     'experts': lambda: experts_answer(dataclasses.replace(MODEL, expert_matmul='ragged_dot'), 16, 24),
 }
@@ -58,7 +61,9 @@ def wrong(answer, index, change):
 
 
 @pytest.mark.parametrize('name', ANSWERS)
-def test_kernels_are_right_and_one_percent_is_found(name):
+def test_kernels_are_right_and_one_percent_is_found(name, monkeypatch):
+    # Interpreted kernels take long to compile; tests/model/layers/test_norm_kernels.py compares them.
+    use_formulas(monkeypatch)
     answer = ANSWERS[name]()
     assert find_mistake(answer, DEVICES) is None
     # The last array of a training kernel is a gradient.
@@ -197,6 +202,8 @@ def test_the_kernels_of_a_config():
     assert training_answers(tensor)[0].shape.endswith('2 query heads and 2 key heads of 8')
     experts = small_config(model__num_experts=4, model__num_experts_per_token=2, model__family='llama')
     assert kinds(training_answers(experts))[-2:] == ['product of experts (model.expert_matmul=loop)'] * 2
+    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm_kernel='pallas'))
+    assert 'layernorm of a sum (model.norm_kernel=pallas)' in kinds(training_answers(fused))
     served = serving_answers(CONFIG, max_context=32, int8_cache=True)
     assert kinds(served) == ['attention to a cache of int8', *layers]
 

@@ -1,0 +1,64 @@
+"""Norm kernels in a step compiled for an absent GPU: one for each norm and pass, and no copies of the stream."""
+
+import functools
+import json
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.gpu_compiler import NEEDS_COMPILER, run_python
+
+# Prints the norm kernels of the compiled step, the kernels that copy the residual stream, and the traffic.
+PROGRAM = """
+import json, sys
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.compiled.traffic import elementwise_bytes
+from maxlm.planning.targets import compiling_for, parse_target, target_layout
+from maxlm.training.compile import AHEAD_OPTIONS, compile_train_step
+from maxlm.training.state import abstract_state
+
+spec, *overrides = sys.argv[1:]
+target = parse_target('h100:1')
+config = resolve(load(spec, overrides), platform='gpu', num_devices=1, vocab_size=1024, windows=100)
+layout = target_layout(target, config.mesh)
+with compiling_for(target):
+    step = compile_train_step(config, layout, abstract_state(config, layout), options=AHEAD_OPTIONS['gpu']).step
+program = read_program(step.as_text(), config.mesh.sizes, platform='gpu')
+stream = 2 * config.train.per_device_batch_size * config.data.seq_len * config.model.dim
+print(json.dumps({
+    'norms': [number for name, number in program.kernels.items() if 'triton' in name],
+    'copies': [kernel.name for kernel in program.traffic if 'copy' in kernel.name and kernel.bytes == 2 * stream],
+    'traffic': elementwise_bytes(program.traffic),
+    'kernels': sum(kernel.executions for kernel in program.traffic),
+}))
+"""
+pytestmark = NEEDS_COMPILER
+LAYERS, MICRO_BATCHES = 2, 2
+SHORT = (f'model.num_layers={LAYERS}', 'train.global_batch_size=16', 'model.vocab_size=1024')
+
+
+@functools.cache
+def compiled(kernel):
+    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', *SHORT, f'model.norm_kernel={kernel}')
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_one_kernel_for_each_norm_and_pass():
+    fused = compiled('pallas')
+    # Two norms of each layer and the final one, forward and backward.
+    assert fused['norms'] == [2 * MICRO_BATCHES * (2 * LAYERS + 1)]
+    assert fused['copies'] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_xla_copies_the_stream():
+    """Negative control of the previous test."""
+    fused, plain = compiled('pallas'), compiled('xla')
+    assert plain['norms'] == []
+    assert plain['copies']
+    assert fused['traffic'] < 0.95 * plain['traffic']
+    assert fused['kernels'] < 0.95 * plain['kernels']
