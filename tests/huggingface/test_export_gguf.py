@@ -369,7 +369,6 @@ def test_the_factors_of_llama3_equal_transformers(tmp_path):
         ({**DEEPSEEK, **YARN}, ['model.rope_attention_factor=0.0']),
         ({**DEEPSEEK, **YARN, 'model__rope_attention_factor': 1.0}, ['model.rope_mscale_all_dim=0.0']),
         ({**EXPERT_MODELS['gpt_oss'], 'model__attention_pattern': 'LS'}, ['model.attention_pattern=LS', 'SL']),
-        ({**CASES['llama'], 'model__value_embedding_pattern': 'V'}, ['model.value_embedding_pattern=V']),
         (model_keys(family='starcoder2'), ['model.attention_pattern=S', 'sliding windows']),
         ({'model__family': 'starcoder2', **PLAIN, 'model__activation': 'gelu'}, ['model.activation=gelu']),
         (
