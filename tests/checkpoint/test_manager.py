@@ -15,6 +15,7 @@ from maxlm.checkpoint.params import params_item, restore_params
 from maxlm.checkpoint.retention import RetentionPolicy, RetentionRules
 from maxlm.errors import InputError
 from maxlm.log import Console
+from maxlm.training.optimizers.muon import MuonState
 from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.state import TrainState, abstract_state
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH, StepDirectory
@@ -326,6 +327,20 @@ def test_another_optimizer_is_refused(saved):
     with pytest.raises(InputError, match='missing') as info:
         restore(saved, abstract._replace(opt_state=momentum))
     assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
+
+
+def test_second_moments_of_muon_are_restored_on_another_mesh(tmp_path):
+    second = {'optimizer__name': 'muon', 'optimizer__muon_beta2': 0.9}
+    state = random_state(abstract_on(8, **second), step=7, skipped=0)
+    kernels = state.opt_state[0].inner_states['muon'].inner_state.second_moment['blocks']['feedforward']['up']['kernel']
+    assert kernels.addressable_shards[0].data.size * 8 == kernels.size
+    save(tmp_path, [state])
+    restored, *_ = restore(tmp_path, abstract_on(4, **second))
+    assert same(jax.device_get(restored), jax.device_get(state))
+    with pytest.raises(InputError, match=r'checkpoint of another model: .*second_moment\.blocks'):
+        restore(tmp_path, abstract_on(8, optimizer__name='muon'))
+    # Checkpoints of earlier versions have this state without second moments.
+    assert MuonState._fields == ('num_updates', 'momentum')
 
 
 def test_another_dtype_is_refused_and_not_cast(saved):

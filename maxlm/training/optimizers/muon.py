@@ -41,12 +41,23 @@ class MuonState(NamedTuple):
     Attributes:
         num_updates: number of updates so far.
         momentum: momentum of each matrix, stored as `optimizer.moment_dtype`.
-        second_moment: second moments of each stack of matrices, [..., W] in float32; without `beta2`, no arrays.
     """
 
     num_updates: jax.Array
     momentum: optax.Updates
-    second_moment: optax.Updates = optax.EmptyState()
+
+
+class NorMuonState(NamedTuple):
+    """State of Muon with `beta2`. Checkpoints without it do not have the third field, not even without arrays.
+
+    Attributes:
+        num_updates, momentum: those of `MuonState`.
+        second_moment: second moments of each stack of matrices, [..., W] in float32.
+    """
+
+    num_updates: jax.Array
+    momentum: optax.Updates
+    second_moment: optax.Updates
 
 
 class Rescaling(NamedTuple):
@@ -125,21 +136,21 @@ def scale_by_muon(
         rescaling: method of orthogonalization, and changes of scale.
     """
 
-    def init(params: optax.Params) -> MuonState:
+    def init(params: optax.Params) -> MuonState | NorMuonState:
         zeros = jax.tree.map(lambda param: init_moment(param, moments, signed=True), params)
 
         def zero_moment(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
             return jnp.zeros(second_moment_shape(param.shape, axes[names(path)]), jnp.float32)
 
         state = MuonState(jnp.zeros((), jnp.int32), zeros)
-        if rescaling.beta2:
-            state = state._replace(second_moment=jax.tree_util.tree_map_with_path(zero_moment, params))
-        return state
+        if not rescaling.beta2:
+            return state
+        return NorMuonState(*state, jax.tree_util.tree_map_with_path(zero_moment, params))
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, MuonState]:
-        assert isinstance(state, MuonState)
+    ) -> tuple[optax.Updates, MuonState | NorMuonState]:
+        assert isinstance(state, (MuonState, NorMuonState))
         del params
         decay = cast(jax.Array, momentum(state.num_updates))
 
@@ -149,7 +160,9 @@ def scale_by_muon(
 
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        second = tree.flatten_up_to(state.second_moment) if rescaling.beta2 else [None] * len(leaves)
+        second: Any = [None] * len(leaves)
+        if isinstance(state, NorMuonState):
+            second = tree.flatten_up_to(state.second_moment)
         before = zip(leaves, tree.flatten_up_to(state.momentum), second, strict=True)
         after = []
         for index, ((path, grad), moment, squares) in enumerate(before):
@@ -161,8 +174,9 @@ def scale_by_muon(
             )
             after.append((direction, moment, squares))
         directions, stored, second = zip(*after, strict=True)
-        second_moment = tree.unflatten(second) if rescaling.beta2 else state.second_moment
-        return tree.unflatten(directions), MuonState(state.num_updates + 1, tree.unflatten(stored), second_moment)
+        new = MuonState(state.num_updates + 1, tree.unflatten(stored))
+        with_second = NorMuonState(*new, tree.unflatten(second)) if rescaling.beta2 else new
+        return tree.unflatten(directions), with_second
 
     return optax.GradientTransformation(init, update)
 
