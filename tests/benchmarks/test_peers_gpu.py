@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks import peers_gpu
+from benchmarks import gpu_peer, peers_gpu
 from benchmarks.gpu_peer import EXIT_NO_MEMORY, FIRST, SIDES, Task, fastest_layout
 from benchmarks.nanochat_step import nanochat_classes
 from benchmarks.peer_worker import BATCHES
 from benchmarks.peers_gpu import SIZES, find_mistakes, fits_beside_others, measure, sweep
 from benchmarks.torch_gpt import GPT, make_step
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.planning.forecast import estimate
+from maxlm.planning.machine import Machine, usable_memory
+from maxlm.planning.targets import parse_target
 
 # A package with the interface of nanochat that `benchmarks.nanochat_step` uses.
 NANOCHAT = """
@@ -175,15 +178,22 @@ def test_each_side_has_its_best_batch(tiny, monkeypatch, capsys):
         sweep(['maxlm', 'torch'], tiny, [8], rounds=2)
 
 
-def test_the_layout_of_maxlm_is_the_fastest_that_fits(tiny, monkeypatch):
-    """The search includes layouts that recompute nothing. A small memory excludes them."""
-    large = fastest_layout(tiny._replace(device='cpu'))
-    assert large.forecast.config.model.remat_policy == 'none'
-    assert not large.forecast.config.model.scan_layers
-    with monkeypatch.context() as context:
-        context.setattr('benchmarks.gpu_peer.verify_by_compiling', lambda *_: None)
-        with pytest.raises(MemoryError, match='no layout fits'):
-            fastest_layout(tiny._replace(device='cpu'))
+def test_the_layout_of_maxlm_is_the_fastest_that_fits(monkeypatch):
+    """An H100 has the memory for saving all activations of the 1.3B model; half of its memory is too small."""
+    target = parse_target('h100:1')
+    task = Task(SIZES['1.3B'], 'gpu', 'none')
+    monkeypatch.setattr(gpu_peer, 'compile_for', lambda config, machine, _: estimate(config, machine))
+
+    def layout(available):
+        monkeypatch.setattr(gpu_peer, 'present_machine', lambda _: Machine(target, available))
+        config = fastest_layout(task).forecast.config
+        return config.model.remat_policy, config.model.scan_layers, config.train.per_device_batch_size
+
+    memory = usable_memory(target.chip)
+    assert layout(memory) == ('none', False, 8)
+    assert layout(memory // 2) != ('none', False, 8)
+    with pytest.raises(MemoryError, match='no layout fits'):
+        layout(10**9)
 
 
 def test_small_sides_take_turns(tiny, monkeypatch):
