@@ -2,7 +2,8 @@
 # Runs the measurements that need a GPU, the most informative first, and writes a JSON file after each.
 #
 #   bash benchmarks/gpu.sh               the checks of the computation and the shipped step, within 570 seconds
-#   bash benchmarks/gpu.sh               the norm kernels, the comparison with PyTorch, and fp8, within 570 seconds
+#   bash benchmarks/gpu.sh               the norm kernels, fp8, experts and decoding, within 570 seconds
+#   bash benchmarks/gpu.sh               the comparison with PyTorch, within 570 seconds
 #   LIMIT=3600 bash benchmarks/gpu.sh    all measurements
 #
 # Each call skips the measurements that have a JSON file. LIMIT is in seconds. A measurement starts only if it fits into
@@ -12,7 +13,7 @@
 # so `compile_seconds` is shorter for a program that an earlier measurement compiled.
 #
 # Needs a GPU and jax, flax, optax, orbax-checkpoint and ml_collections, and torch and transformers for the comparison
-# with PyTorch. On a machine without network, WHEELS is a directory of wheels to use (see benchmarks/gpu_run.sh).
+# with PyTorch. NANOCHAT is a directory with nanochat's source, if it should be compared too. On a machine without network, WHEELS is a directory of wheels to use (see benchmarks/gpu_run.sh).
 # Exit codes: 0 all measurements that ran passed, 1 a measurement failed, 2 this machine has no GPU or lacks a package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +21,7 @@ out="${OUT:-benchmarks/results/gpu}"
 python="${PYTHON:-python3}"
 limit="${LIMIT:-570}"
 source benchmarks/gpu_wheels.sh
-# Maximum seconds of a measurement.
+# Maximum seconds of a measurement that is not declared to need more.
 longest=240
 failed=()
 skipped=()
@@ -49,6 +50,7 @@ export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$cache}"
 
 run() { # NAME SECONDS MODULE [ARGUMENT …]: runs in a separate process; a failure does not stop the script
   local name="$1" needs="$2" module="$3" left=$((limit - SECONDS)) code=0
+  local most=$((needs > longest ? needs : longest))
   shift 3
   if [ -s "$out/$name.json" ]; then
     return
@@ -58,7 +60,7 @@ run() { # NAME SECONDS MODULE [ARGUMENT …]: runs in a separate process; a fail
     return
   fi
   echo "-- $name"
-  timeout --kill-after=10 "$((left < longest ? left : longest))" \
+  timeout --kill-after=10 "$((left < most ? left : most))" \
     "$python" -m "$module" --output="$out/unfinished/$name.json" "$@" || code=$?
   if ((code == 0)); then
     mv "$out/unfinished/$name.json" "$out/$name.json"
@@ -104,7 +106,6 @@ measure 1b_deterministic 75 configs/1b.py "${learning[@]}" --config.train.determ
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tokamax") is None)'; then
   run experts 40 benchmarks.gpu_experts
 fi
-run peers 150 benchmarks.peers_gpu
 measure 1b_fp8 150 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
 # A model with experts.
 measure 8x1b_4layers 60 configs/moe.py:8x1b "${few[@]}" --config.model.num_layers=4 --config.train.global_batch_size=8 \
@@ -112,6 +113,11 @@ measure 8x1b_4layers 60 configs/moe.py:8x1b "${few[@]}" --config.model.num_layer
 # The memory bandwidth of decoding.
 run decode_1b 60 benchmarks.decode --config=configs/1b.py
 run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
+
+# The comparison with PyTorch. Most of the time is that of `torch.compile`.
+run peers 500 benchmarks.peers_gpu --sides=maxlm,torch
+run peers_others 500 benchmarks.peers_gpu --sides="maxlm,transformers${NANOCHAT:+,nanochat}" \
+  ${NANOCHAT:+--nanochat="$NANOCHAT"}
 
 # Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true
@@ -155,7 +161,7 @@ measure 1b_xla_no_triton 40 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gp
 measure 1b_xla_no_graphs 40 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_command_buffer=
 measure 1b_xla_autotune_4 90 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_autotune_level=4 \
   --xla=xla_gpu_exhaustive_tiling_search=true
-run peers_cudnn 140 benchmarks.peers_gpu --sides=maxlm,torch_cudnn
+run peers_cudnn 500 benchmarks.peers_gpu --sides=maxlm,torch_cudnn
 
 if ((${#skipped[@]})); then
   echo "skipped, as LIMIT=$limit seconds are too short: ${skipped[*]}"

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from maxlm.huggingface.config_conversion import to_config
 from maxlm.huggingface.state_dict import tensors
 from maxlm.parallel.layout import make_layout
 from maxlm.runtime.malloc import disable_malloc_trim
-from maxlm.training.compile import compile_train_step
+from maxlm.training.compile import CompiledStep, compile_train_step
 from maxlm.training.state import abstract_state, init_state
 
 # Steps whose losses are compared.
@@ -38,6 +39,16 @@ Run = Callable[[int], Callable[[], float]]
 
 def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapping[str, Any] | None = None) -> Config:
     """Returns a GPT-2 config of given sizes, resolved for one device; keys of `overrides` are `section.key`."""
+    return make_resolver(sizes, platform)(unresolved_config(sizes, overrides))
+
+
+def make_resolver(sizes: Mapping[str, int], platform: str) -> Callable[[Config], Config]:
+    """Returns `resolve` for one device of a platform."""
+    return partial(resolve, platform=platform, num_devices=1, vocab_size=sizes['vocab_size'], windows=10**6)
+
+
+def unresolved_config(sizes: Mapping[str, int], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Returns the config of `make_config` before it is resolved."""
     config = default()
     config.model.family = 'gpt2'
     # GPT-2 uses the tanh approximation of GELU.
@@ -58,7 +69,7 @@ def make_config(sizes: Mapping[str, int], platform: str = 'cpu', overrides: Mapp
     for key, value in (overrides or {}).items():
         section, _, name = key.partition('.')
         config[section][name] = value
-    return resolve(build(config), platform=platform, num_devices=1, vocab_size=sizes['vocab_size'], windows=10**6)
+    return build(config)
 
 
 def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
@@ -68,10 +79,10 @@ def make_batches(config: Config) -> list[dict[str, np.ndarray]]:
     return [random_batch(rng, rows, window, vocab_size, document=10**9) for _ in range(BATCHES)]
 
 
-def maxlm(config: Config) -> Run:
-    """Returns the step that `maxlm train` compiles."""
+def maxlm(config: Config, compiled: CompiledStep | None = None) -> Run:
+    """Returns the step that `maxlm train` compiles, which may be compiled already."""
     layout = make_layout(config.mesh, jax.devices()[:1])
-    step = compile_train_step(config, layout, abstract_state(config, layout)).step
+    step = (compiled or compile_train_step(config, layout, abstract_state(config, layout))).step
     state = init_state(config, layout)
     batches = [layout.put_batch(batch, config.train.global_batch_size) for batch in make_batches(config)]
 
@@ -98,18 +109,24 @@ def torch_gpt(config: Config, *, compiled: bool) -> Run:
 
 
 def transformers_gpt2(config: Config, *, compiled: bool) -> Run:
-    """Returns the step of Transformers' GPT-2, with a separate loss because the model's loss shifts the targets."""
+    """Returns the step of Transformers' GPT-2."""
+    model, loss_of = transformers_model(config)
+    return _torch_run(config, model, loss_of, compiled=compiled)
+
+
+def transformers_model(config: Config) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """Returns Transformers' GPT-2 and a loss of tokens and targets, because the model's own shifts the targets."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     settings = {**to_config(config.model), 'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**settings, use_cache=False))
+    model = GPT2LMHeadModel(GPT2Config(**settings, use_cache=False, attn_implementation='sdpa'))
 
     def loss_of(tokens: Any, targets: Any) -> Any:
         logits = model(tokens).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    return _torch_run(config, model, loss_of, compiled=compiled)
+    return model, loss_of
 
 
 def torch_weights(config: Config) -> dict[str, np.ndarray]:

@@ -1,10 +1,17 @@
 """Compares the training step on one GPU with PyTorch: `python -m benchmarks.peers_gpu [--size=1.3B] [--output=FILE]`.
 
-A GPT-2 is trained by maxlm and by a plain PyTorch GPT with `torch.compile`, flash attention and fused AdamW. Both sides
-have the same weights, tokens and optimizer, and compute in bfloat16 with float32 parameters. Each side is a process
-that has the GPU alone during its turns. If the memory allows, the processes alternate; otherwise the second starts
-after the first has exited. The losses of the first steps are compared; ratios compare medians over the turns. Needs a
-GPU, jax, flax, optax, ml_collections and torch; takes about two minutes.
+A GPT-2 is trained by maxlm, by a plain PyTorch GPT and by Transformers. These sides have the same weights, tokens and
+AdamW, and compute in bfloat16 with float32 parameters; the losses of their first steps are compared. nanochat trains
+its own model of the same width and depth, so only its throughput is compared. Each side has its best settings, which
+are printed:
+
+- maxlm: the layout that `maxlm plan --search` recommends for this GPU.
+- PyTorch and the others: `torch.compile` with `--compile`, flash attention, fused AdamW.
+- All: the batch, of those in `--batches`, with the highest throughput. A batch may be too large for a side.
+
+Each side is a process that has the GPU alone during its turns. If the memory allows, the processes alternate; otherwise
+each starts after the previous one has exited. Ratios compare medians over the turns. Needs a GPU, jax, flax, optax,
+ml_collections and torch; takes about two minutes per batch and side, most of it for `max-autotune`.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_peer import SIDES, Task
+from benchmarks.gpu_peer import EXIT_NO_MEMORY, OTHER_MODELS, SIDES, Task
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.planning.machine import GPU_FRACTION
@@ -34,13 +41,15 @@ SIZES = {
     '0.8B': {'num_layers': 24, 'dim': 1536, 'num_heads': 24, 'window': 2048, 'batch': 8, 'vocab_size': 50_304},
     'tiny': {'num_layers': 2, 'dim': 32, 'num_heads': 2, 'window': 32, 'batch': 4, 'vocab_size': 128},
 }
+# Modes of torch.compile.
+MODES = ('max-autotune', 'max-autotune-no-cudagraphs', 'default', 'none')
 # Duration of a turn in seconds.
 TURN_SECONDS = 2.5
 # Relative difference of losses caused by bfloat16's 8 bits. Losses are means over many tokens: on the tiny model they
 # agree to 3e-5, while four updates change them by 1e-3.
 TOLERANCE = 5e-4
-# Fraction of the device's memory that a side may reserve if a second, similar process should run at the same time.
-SHARE = 0.4
+# Fraction of the device's memory that all sides may reserve together if they run at the same time.
+SHARE = 0.8
 
 
 class SideError(Exception):
@@ -104,19 +113,22 @@ class Side:
         return json.loads(answer)
 
 
-def measure(names: list[str], task: Task, rounds: int) -> dict[str, Any]:
-    """Measures all sides in turns; ratios are relative to the first side."""
-    sides = [Side(name, task) for name in names]
-    first = sides[0]
+def measure(names: Sequence[str], task: Task, rounds: int) -> dict[str, Any]:
+    """Measures all sides in turns. Sides whose batch does not fit into the memory are absent from the result."""
+    sides, together = [], True
+    waiting = [Side(name, task) for name in names]
     try:
-        first.start()
-        together = fits_beside_another(first.memory)
-        if not together:
-            for _ in range(rounds):
-                first.turn()
-            first.end()
-        for side in sides[1:]:
-            side.start()
+        for side in waiting:
+            try:
+                side.start()
+            except SideError as error:
+                if error.code != EXIT_NO_MEMORY:
+                    raise
+                print(f'{side.name}: a batch of {task.sizes["batch"]} does not fit into the memory', flush=True)
+                continue
+            if not sides:
+                together = fits_beside_others(side.memory, len(names))
+            sides.append(side)
             if not together:
                 for _ in range(rounds):
                     side.turn()
@@ -126,15 +138,38 @@ def measure(names: list[str], task: Task, rounds: int) -> dict[str, Any]:
             for side in sides if number % 2 else reversed(sides):
                 side.turn()
     finally:
-        for side in sides:
+        for side in waiting:
             side.end()
     return summarize(sides, task, together)
 
 
-def fits_beside_another(memory: dict[str, int | None]) -> bool:
-    """Returns True if a second side fits into the memory. Sides without memory statistics run on a CPU and fit."""
+def sweep(names: Sequence[str], task: Task, batches: Sequence[int], rounds: int) -> dict[str, Any]:
+    """Measures all sides with each batch. The ratio is relative to the first side, and compares the best batches.
+
+    Raises:
+        InputError: no batch fits into the memory of a side.
+    """
+    results = [measure(names, task._replace(sizes={**task.sizes, 'batch': batch}), rounds) for batch in batches]
+    best = {}
+    for name in names:
+        found = [result['sides'][name] for result in results if name in result['sides']]
+        if not found:
+            raise InputError(f'{name}: no batch of {",".join(map(str, batches))} fits into the memory; use --batches=1')
+        best[name] = max(found, key=lambda side: side['tokens_per_second'])
+    first, *others = [side['tokens_per_second'] for name, side in best.items() if name not in OTHER_MODELS]
+    return {
+        'sizes': {name: size for name, size in task.sizes.items() if name != 'batch'},
+        'mistakes': [mistake for result in results for mistake in result['mistakes']],
+        'sides': best,
+        'ratio': first / max(others) if others else None,
+        'batches': results,
+    }
+
+
+def fits_beside_others(memory: Mapping[str, int | None], number: int) -> bool:
+    """Returns True if `number` similar sides fit into the memory. Sides without memory statistics run on a CPU."""
     held, limit = memory['held'], memory['limit']
-    return held is None or limit is None or held <= SHARE * limit
+    return held is None or limit is None or number * held <= SHARE * limit
 
 
 def find_mistakes(losses: Mapping[str, Sequence[float]]) -> list[str]:
@@ -148,16 +183,16 @@ def find_mistakes(losses: Mapping[str, Sequence[float]]) -> list[str]:
     ]
 
 
-def summarize(sides: list[Side], task: Task, together: bool) -> dict[str, Any]:
-    """Returns the measurements by side."""
+def summarize(sides: Sequence[Side], task: Task, together: bool) -> dict[str, Any]:
+    """Returns the measurements of one batch by side."""
     config = task.config
     tokens = config.train.global_batch_size * config.data.seq_len
-    flops, medians = training_flops(config.model, config.data.seq_len), {}
-    results = {}
-    peak = sides[0].first['versions']['peak_tflops'] * 1e12
+    flops, results = training_flops(config.model, config.data.seq_len), {}
+    peak = max((side.first['versions'].get('peak_tflops', 0) for side in sides), default=0) * 1e12
     for side in sides:
-        seconds = medians[side.name] = statistics.median(side.seconds)
+        seconds = statistics.median(side.seconds)
         results[side.name] = {
+            'batch': task.sizes['batch'],
             'step_seconds': seconds,
             'turns': side.seconds,
             'steps_per_turn': side.steps,
@@ -167,16 +202,13 @@ def summarize(sides: list[Side], task: Task, together: bool) -> dict[str, Any]:
             **side.first,
             'memory': side.memory,
         }
-    others = [seconds for name, seconds in medians.items() if name != sides[0].name]
+    compared = {side.name: side.first['losses'] for side in sides if side.name not in OTHER_MODELS}
     return {
-        'sizes': task.sizes,
-        'remat': config.model.remat_policy,
-        'attention': config.model.attention,
+        'batch': task.sizes['batch'],
         'together': together,
-        'mistakes': find_mistakes({side.name: side.first['losses'] for side in sides}),
+        'mistakes': find_mistakes(compared),
         'sides': results,
         'peak_tflops': peak / 1e12,
-        'ratio': min(others) / medians[sides[0].name] if others else None,
     }
 
 
@@ -184,21 +216,19 @@ def main(argv: list[str]) -> int:
     """Measures and prints a table."""
     parser = ArgumentParser(prog='benchmarks.peers_gpu', allow_abbrev=False, description=__doc__)
     parser.add_argument('--size', choices=SIZES, default='1.3B', help='of the model (default 1.3B)')
-    parser.add_argument('--batch', type=int, help='sequences of a step (default: those of the size)')
-    parser.add_argument('--sides', default='maxlm,torch', help=f'of {", ".join(SIDES)} (default maxlm,torch)')
+    parser.add_argument('--batches', type=_numbers, default=[8, 16], help='sequences of a step (default 8,16)')
+    parser.add_argument('--sides', help=f'of {", ".join(SIDES)} (default: those whose packages are installed)')
     parser.add_argument('--rounds', type=int, default=5, help='turns of each side (default 5)')
     parser.add_argument('--device', choices=('gpu', 'cpu'), default='gpu', help='cpu: for a trial, with --size=tiny')
-    parser.add_argument('--eager', action='store_true', help='without torch.compile, for a trial')
+    parser.add_argument('--compile', choices=MODES, default=MODES[0], help=f'of torch.compile (default {MODES[0]})')
+    parser.add_argument('--nanochat', default='', metavar='DIR', help='directory that contains the package nanochat')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
-    names = options.sides.split(',')
-    if not set(names) <= SIDES.keys():
-        raise InputError(f'--sides={options.sides}: there are {", ".join(SIDES)}')
-    if len(names) > 1 and importlib.util.find_spec('torch') is None:
-        raise InputError('PyTorch is not installed here: pip install torch, or --sides=maxlm')
-    sizes = SIZES[options.size] | ({'batch': options.batch} if options.batch else {})
+    names = _sides(options.sides, options.nanochat)
+    sizes = SIZES[options.size]
     try:
-        result = measure(names, Task(sizes, options.device, not options.eager), options.rounds)
+        task = Task(sizes, options.device, options.compile, options.nanochat)
+        result = sweep(names, task, options.batches, options.rounds)
     except SideError as error:
         print(f'error: {error}', file=sys.stderr)
         return EXIT_BAD_INPUT if error.code == EXIT_BAD_INPUT else EXIT_FAILED
@@ -209,20 +239,43 @@ def main(argv: list[str]) -> int:
     return EXIT_FAILED if result['mistakes'] else EXIT_DONE
 
 
+def _sides(chosen: str | None, nanochat: str) -> list[str]:
+    installed = {name: importlib.util.find_spec(name) is not None for name in ('torch', 'transformers')}
+    optional = {'transformers': installed['transformers'], 'nanochat': bool(nanochat)}
+    default = ['maxlm', 'torch', *(name for name, is_present in optional.items() if is_present)]
+    names = default if chosen is None else chosen.split(',')
+    if not set(names) <= SIDES.keys():
+        raise InputError(f'--sides={chosen}: there are {", ".join(SIDES)}')
+    if names != ['maxlm'] and not installed['torch']:
+        raise InputError('PyTorch is not installed here: pip install torch, or --sides=maxlm')
+    if 'nanochat' in names and not nanochat:
+        raise InputError('--sides: nanochat needs --nanochat=DIR, the directory that contains its package')
+    return names
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(',')]
+
+
 def _print(result: dict[str, Any]) -> None:
-    print('| side | step, ms | turns, ms | tokens/s | MFU, causal | peak memory, GiB | first loss | last compared |')
-    print('|---|---:|---:|---:|---:|---:|---:|---:|')
-    for name, side in result['sides'].items():
+    print('| side | batch | step, ms | turns, ms | tokens/s | MFU, causal | memory, GiB | first loss | last compared |')
+    print('|---|---:|---:|---:|---:|---:|---:|---:|---:|')
+    sides = [(name, side) for batch in result['batches'] for name, side in batch['sides'].items()]
+    for name, side in sides:
         turns = f'{min(side["turns"]) * 1e3:.1f}–{max(side["turns"]) * 1e3:.1f}'
         mfu = '' if side['mfu_causal'] is None else f'{side["mfu_causal"]:.1%}'
         memory = '' if side['peak_memory_bytes'] is None else f'{side["peak_memory_bytes"] / 2**30:.1f}'
+        losses = f'{side["losses"][0]:.4f} | {side["losses"][-1]:.4f}'
         print(
-            f'| {name} | {side["step_seconds"] * 1e3:.1f} | {turns} | {side["tokens_per_second"]:,.0f} | {mfu} | '
-            f'{memory} | {side["losses"][0]:.4f} | {side["losses"][-1]:.4f} |'
+            f'| {name} | {side["batch"]} | {side["step_seconds"] * 1e3:.1f} | {turns} | '
+            f'{side["tokens_per_second"]:,.0f} | {mfu} | {memory} | {losses} |'
         )
+    for name, side in result['sides'].items():
+        settings = ', '.join(f'{key}={value}' for key, value in side['versions']['settings'].items())
+        print(f'{name}: batch={side["batch"]}, {settings}')
     print(*result['mistakes'], sep='\n')
     if result['ratio'] is not None:
-        print(f'fastest other side / {next(iter(result["sides"]))}: {result["ratio"]:.3f}')
+        print(f'tokens/s of {next(iter(result["sides"]))} / fastest other side: {result["ratio"]:.3f}')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,7 @@ from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
 from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding, value_layers
-from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.layers.weight_only_quantization import KERNEL, weights_of
 from maxlm.model.stream import Stream
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
@@ -253,7 +253,8 @@ def run_layers(
             period of the pattern may be incomplete.
         stream: input stream.
         context: arguments that the layers share.
-        inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers.
+        inputs_L: (blocks, slots or None, dropout keys or None), stacked over the layers. Without a loop over the
+            layers, an array can be replaced by the list of its layers, [1, …].
         caches: caches of all layers by window.
         first_layers: index of the first of these layers in the cache of each window; None: 0.
         first_layer: index of the first of these layers in the model. If it is traced, they are a chunk of a pipeline.
@@ -398,16 +399,38 @@ def _in_order(stacked: Any, num: int, in_loop: bool) -> Iterator[tuple[Any, int]
     return zip(parts, range(num) if in_loop else [0] * num, strict=True)
 
 
-def _unstack(stacked: Any, num: int) -> list[Any]:
-    """Splits a tree with leaves [num, …] into `num` trees with leaves [1, …]."""
+def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Replaces each kernel that is stacked over layers by the list of its layers, [1, …]; see `run_layers`."""
 
-    def split(leaf: jax.Array) -> Any:
+    def unstack(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        is_kernel = path[0].key in STACKS and path[-1].key == KERNEL
+        return list(jax.lax.split(leaf, [1] * len(leaf))) if is_kernel else leaf
+
+    unstacked: dict[str, Any] = jax.tree_util.tree_map_with_path(unstack, params)
+    return unstacked
+
+
+def stack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins the lists of `unstack_layers`."""
+    return jax.tree.map(lambda leaf: jnp.concatenate(leaf) if _is_list(leaf) else leaf, dict(params), is_leaf=_is_list)
+
+
+def _is_list(leaf: Any) -> bool:
+    return isinstance(leaf, list)
+
+
+def _unstack(stacked: Any, num: int) -> list[Any]:
+    """Splits a tree with leaves [num, …], or lists of `num` arrays, into `num` trees with leaves [1, …]."""
+
+    def split(leaf: Any) -> Any:
+        if _is_list(leaf):
+            return leaf
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not on_host(leaf):
             # The gradient of a split is one concatenation; the gradient of slices is a sum of `num` padded stacks.
             return jax.lax.split(leaf, [1] * num)
         return [leaf[index : index + 1] for index in range(num)]
 
-    leaves, tree = jax.tree.flatten(stacked)
+    leaves, tree = jax.tree.flatten(stacked, is_leaf=_is_list)
     return [jax.tree.unflatten(tree, parts) for parts in zip(*map(split, leaves), strict=True)]
 
 

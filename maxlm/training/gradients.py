@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxlm.config.mesh import reduces_gradients_once
 from maxlm.config.schema import Config
 from maxlm.model.attention.ring import zigzag
+from maxlm.model.blocks import stack_layers, unstack_layers
 from maxlm.parallel.layout import TABLE, Layout
 from maxlm.parallel.partitioning import Partitioning, SingleDevice
 from maxlm.training.batch import Batch
@@ -58,6 +59,13 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
     if not isinstance(layout, SingleDevice):
         shardings = trainable(config, param_shardings(config, layout.of_gradients))
     A = config.rounds
+    # Products on GPUs need contiguous operands. In host memory, the layers are fetched one by one.
+    is_unstacked = (
+        layout.platform == 'gpu'
+        and not config.model.scan_layers
+        and layout.num_shards('layers') == 1
+        and config.mesh.host_offload != 'all'
+    )
 
     def place(grads: Params) -> Params:
         return grads if shardings is None else jax.lax.with_sharding_constraint(grads, shardings)
@@ -78,6 +86,9 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
         params: Params, reference: Params | None, batch: Batch, key: jax.Array, factor: jax.Array | None
     ) -> tuple[LossSums, Params]:
         zero_grads = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable(config, params)))
+        if is_unstacked:
+            # Otherwise each micro-batch would copy the parameters of each layer out of the stacked arrays.
+            params = unstack_layers(params)
         diff_params = differentiable(config, params, zero_grads)
 
         def add(
@@ -89,7 +100,8 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
                 diff_params, params, reference, micro_batch, jax.random.fold_in(key, index), factor
             )
             with jax.named_scope('gradient_sum'):
-                return jax.tree.map(jnp.add, totals, (sums, place(grads))), None
+                grads = place(stack_layers(grads) if is_unstacked else grads)
+                return jax.tree.map(jnp.add, totals, (sums, grads)), None
 
         zeros = (zero_sums(config, num_sources), zero_grads)
         totals, _ = jax.lax.scan(add, zeros, (jnp.arange(A), split_micro_batches(batch, A, layout)))

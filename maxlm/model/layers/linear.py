@@ -281,7 +281,7 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
-        return [linear(x) for linear in linears]
+        return [linear(copy) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
@@ -294,6 +294,26 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
         )
         for linear, product, lora_a in zip(linears, products, lora_as, strict=True)
     ]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fan_out(x: jax.Array, num: int) -> tuple[jax.Array, ...]:
+    """Returns x `num` times, and sums the gradients in the order in which JAX does.
+
+    In each addition, the gradient of one projection is the first operand. cuBLAS then adds the second operand within
+    the product. XLA does not look for a product in the second operand if the first one is a product with a sum.
+    """
+    return (x,) * num
+
+
+def _fan_out_backward(num: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+    total = gradients[-1]
+    for gradient in gradients[-2::-1]:
+        total = gradient + total
+    return (total,)
+
+
+_fan_out.defvjp(lambda x, num: ((x,) * num, None), _fan_out_backward)
 
 
 def _fused_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -18,6 +18,7 @@ from maxlm.model.decoder import without_padding
 from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.chunked_logits import LogitChunks, sum_over_chunks
+from maxlm.training.losses.online_softmax import online_softmax
 
 
 class Losses(NamedTuple):
@@ -67,15 +68,19 @@ def cross_entropy(
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         scores = without_padding(softcap(scores_RPNV, logit_softcap), vocab_size)
-        loss, log_z_squared = token_sums(scores, targets, weights)
+        loss, log_z_squared = token_sums(scores, targets, weights, is_online=partitioning.platform == 'gpu')
         return (loss + z_loss * log_z_squared if z_loss else loss).sum(), (loss, log_z_squared)
 
     objective, sums = sum_over_chunks(losses, hidden_BTD, kernel_DV, (targets_BT, weights_BT), chunks)
     return Losses(objective, *sums)
 
 
-def token_sums(scores: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def token_sums(
+    scores: jax.Array, targets: jax.Array, weights: jax.Array, *, is_online: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """Returns weight · -log softmax(logits)[target] and weight · log² Z of each position, from logits [..., V].
+
+    With `is_online`, the logits are read once instead of twice; see `online_softmax`.
 
     Examples:
         The loss of equal logits is log V. A position of weight 0 has no loss:
@@ -84,8 +89,11 @@ def token_sums(scores: jax.Array, targets: jax.Array, weights: jax.Array) -> tup
         >>> loss.round(3)
         Array([2.079, 0.   ], dtype=float32)
     """
-    # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
-    is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
-    log_z = jax.nn.logsumexp(scores, axis=-1)
-    loss = weights * (log_z - jnp.where(is_target, scores, 0).sum(-1))
+    if is_online:
+        log_z, logit = online_softmax(scores, targets)
+    else:
+        # A sum over a selection, because its gradient is a selection. The gradient of an index would be a scatter.
+        is_target = jax.lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
+        log_z, logit = jax.nn.logsumexp(scores, axis=-1), jnp.where(is_target, scores, 0).sum(-1)
+    loss = weights * (log_z - logit)
     return loss, weights * jnp.square(log_z)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.parallel.partitioning import SINGLE_DEVICE, SingleDevice
 from maxlm.training.losses.cross_entropy import cross_entropy
 
 B, T, D, V = 3, 12, 8, 29
@@ -29,12 +29,12 @@ def plain(hidden, kernel, targets, weights, z_loss=0.0):
     return loss_B, z_B, (slope @ kernel.T, np.einsum('btd,btv->dv', hidden, slope))
 
 
-def chunked(chunk, z_loss=0.0):
+def chunked(chunk, z_loss=0.0, partitioning=SINGLE_DEVICE):
     """Returns the result of `cross_entropy` and the gradients of its objective."""
     hidden, kernel, targets, weights = inputs()
 
     def objective(hidden, kernel):
-        given = {'partitioning': SINGLE_DEVICE, 'chunk': chunk, 'z_loss': z_loss}
+        given = {'partitioning': partitioning, 'chunk': chunk, 'z_loss': z_loss}
         found = cross_entropy(hidden, kernel, targets, weights, **given)
         return found.objective, found
 
@@ -42,10 +42,10 @@ def chunked(chunk, z_loss=0.0):
     return found, grads
 
 
-# 5 does not divide 12, so the last chunk is padded.
-@pytest.mark.parametrize('chunk', [1, 5, 12, 100])
-def test_value_and_gradients_equal_the_plain_formula(chunk):
-    found, grads = chunked(chunk)
+# 5 does not divide 12, so the last chunk is padded. On a GPU, the softmax is computed in one pass.
+@pytest.mark.parametrize(('chunk', 'platform'), [(1, 'cpu'), (5, 'cpu'), (12, 'cpu'), (100, 'cpu'), (5, 'gpu')])
+def test_value_and_gradients_equal_the_plain_formula(chunk, platform):
+    found, grads = chunked(chunk, partitioning=SingleDevice(platform))
     loss_B, _, expected_grads = plain(*inputs())
     np.testing.assert_allclose(found.objective, loss_B.sum(), rtol=1e-6)
     np.testing.assert_allclose(found.loss_B, loss_B, rtol=1e-5)
@@ -57,9 +57,9 @@ def test_value_and_gradients_equal_the_plain_formula(chunk):
     assert abs(plain(hidden, kernel, targets, np.ones_like(weights))[0].sum() - loss_B.sum()) > 1
 
 
-@pytest.mark.parametrize('chunk', [5, 12])
-def test_z_loss_is_a_separate_sum(chunk):
-    found, grads = chunked(chunk, z_loss=0.1)
+@pytest.mark.parametrize(('chunk', 'platform'), [(5, 'cpu'), (12, 'cpu'), (5, 'gpu')])
+def test_z_loss_is_a_separate_sum(chunk, platform):
+    found, grads = chunked(chunk, z_loss=0.1, partitioning=SingleDevice(platform))
     loss_B, z_B, expected = plain(*inputs(), z_loss=0.1)
     np.testing.assert_allclose(found.loss_B.sum(), loss_B.sum(), rtol=1e-6)
     np.testing.assert_allclose(found.log_z_squared_B, z_B, rtol=1e-5)
