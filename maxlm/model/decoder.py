@@ -15,16 +15,9 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.tree import TokenTree
-from maxlm.model.blocks import (
-    ACTIVATION_AXES,
-    Context,
-    block_class,
-    dropout,
-    run_layers,
-    run_layers_unrolled,
-    stack_modules,
-)
+from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, dropout, stack_modules
 from maxlm.model.experts.router import RouterStats
+from maxlm.model.layer_loop import run_layers, run_layers_unrolled
 from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.config.schema import ModelConfig
-from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class, rematerialize
+from maxlm.model.blocks import ACTIVATION_AXES, Context, block_class
+from maxlm.model.layer_loop import rematerialize
 from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Linear

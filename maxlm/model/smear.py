@@ -1,7 +1,7 @@
 """Smear: each token's embedding receives a gated multiple of the previous token's (Karpathy 2026, nanochat).
 
-x[t] ← x[t] + s · σ(Σ_c w[c] · x[t, c]) · x[t - 1]. Here, c runs over the first C = `model.smear_channels` channels, w is
-`smear_gate` and s is `smear_scale`. The first token of a row is unchanged. If documents are separate, the first
+x[t] ← x[t] + s · σ(Σ_c w[c] · x[t, c]) · x[t - 1]. Here, c runs over the first C = `model.smear_channels` channels, w
+is `smear_gate` and s is `smear_scale`. The first token of a row is unchanged. If documents are separate, the first
 token of each document is unchanged, too; those of nanochat are not separate.
 
 The embedding of the previous token follows from its id. A call that starts within a text needs only this id.

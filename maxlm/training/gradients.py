@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxlm.config.mesh import reduces_gradients_once
 from maxlm.config.schema import Config
 from maxlm.model.attention.ring import zigzag
-from maxlm.model.blocks import stack_layers, unstack_layers
+from maxlm.model.layer_loop import stack_layers, unstack_layers
 from maxlm.parallel.layout import TABLE, Layout
 from maxlm.parallel.partitioning import Partitioning, SingleDevice
 from maxlm.training.batch import Batch

@@ -234,7 +234,7 @@ def test_the_last_layer_attends_to_everything_and_has_a_value_embedding():
 def test_the_recipe_of_2025_has_none_of_the_later_options():
     model, optimizer = load('configs/depth.py:24-2025').model, load('configs/depth.py:24-2025').optimizer
     assert load('configs/depth.py:2025').model == model
-    assert not (model.value_embedding_pattern or model.residual_scale or model.smear_channels or optimizer.groups)
+    assert not any((model.value_embedding_pattern, model.residual_scale, model.smear_channels, optimizer.groups))
 
 
 def test_the_table_is_printed(capsys):

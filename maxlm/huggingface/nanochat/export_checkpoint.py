@@ -97,8 +97,8 @@ def _tokenizer(path: Path, vocab_size: int) -> bytes | None:
     try:
         if tokenizer.vocab_size != vocab_size:
             raise InputError(
-                f'the tokenizer has {tokenizer.vocab_size:,} ids, but the model has {vocab_size:,}; use a tokenizer with '
-                'an id for each row'
+                f'the tokenizer has {tokenizer.vocab_size:,} ids, but the model has {vocab_size:,}; use a tokenizer of '
+                'that size'
             )
         return write_tokenizer(tokenizer)
     except InputError as error:

@@ -1,7 +1,8 @@
 """Maps the configs and tensors of nanochat's checkpoints to models of maxlm, and back.
 
 The files state only the sizes of their model, and nanochat changed its formulas several times. The names of the
-tensors identify two models: that of 2025-10-13 to 2026-01-11, and that since 2026-03-14. Names and formulas: `nanochat/gpt.py`.
+tensors identify two models: that of 2025-10-13 to 2026-01-11, and that since 2026-03-14. Names and formulas are those
+of `nanochat/gpt.py`.
 
 Shapes: L layers, V vocabulary, K key/value heads, W = K · head dim, C channels of a gate.
 """

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 
-from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.training.optimizers.quantized_moments import Blocks
 from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.optimizers.update_metrics import UPDATE_METRICS, update_metrics
