@@ -96,7 +96,10 @@ def _tokenizer(path: Path, vocab_size: int) -> bytes | None:
     tokenizer = Tokenizer.load(path)
     try:
         if tokenizer.vocab_size != vocab_size:
-            raise InputError(f'the tokenizer has {tokenizer.vocab_size:,} ids and the model {vocab_size:,}')
+            raise InputError(
+                f'the tokenizer has {tokenizer.vocab_size:,} ids and the model {vocab_size:,}, but nanochat requires equal '
+                'numbers; write a tokenizer.pkl for the model'
+            )
         return write_tokenizer(tokenizer)
     except InputError as error:
         logger.warning(f'{TOKENIZER_PICKLE} is not written: {error}')
