@@ -37,7 +37,7 @@ from maxlm.model.layers.value_embedding import looked_up, value_parameters, valu
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
-from maxlm.model.smear import smear
+from maxlm.model.smear import PreviousTokens, smear
 from maxlm.model.stream import Stream, first_stream, make_parameters, without_backout
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
@@ -144,14 +144,11 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = jnp.broadcast_to(jnp.arange(T), (B, T))
         x_BTD = self._embed(tokens_BT, positions_BT)
-        if self.smear_gate is not None:
+        if self.smear_gate is not None and self.smear_scale is not None:
             is_complete = cache is None and ends_BT is None
             assert is_complete or previous_BT is not None, 'calls with a cache or trees pass the previous tokens'
-            inputs, parameters = (
-                (tokens_BT, positions_BT, segments_BT, previous_BT),
-                (self.smear_gate, self.smear_scale),
-            )
-            x_BTD = smear(x_BTD, self._embed, *inputs, *(x[...] for x in parameters), self.partitioning)
+            find = PreviousTokens(tokens_BT, positions_BT, segments_BT, previous_BT, self._embed, self.partitioning)
+            x_BTD = smear(x_BTD, find, self.smear_gate[...], self.smear_scale[...])
         embed_key, blocks_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         x_BTD = dropout(self.partitioning.constrain(x_BTD, ACTIVATION_AXES), config.dropout, embed_key)
 

@@ -9,6 +9,7 @@ Shapes: B batch, T length, D dim, L layers.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,17 +48,27 @@ class LayerScales(NamedTuple):
         """Returns the input of a layer, λ · x + μ · x0, in the dtype of x."""
         if self.residual_L is None and self.embedding_L is None:
             return x_BTD
-        mixed_BTD = x_BTD.astype(jnp.float32)
-        if self.residual_L is not None:
-            mixed_BTD = self.residual_L * mixed_BTD
-        if self.embedding_L is not None:
-            assert input_BTD is not None, 'scales of the embedding multiply it'
-            mixed_BTD = mixed_BTD + self.embedding_L * input_BTD
-        return mixed_BTD.astype(x_BTD.dtype)
+        return _mix(x_BTD, input_BTD, self.residual_L, self.embedding_L)
 
     def keep(self, backout_BTD: jax.Array | None, x_BTD: jax.Array) -> jax.Array | None:
         """Returns the output x of a layer if it is the one to keep, and otherwise the state before."""
-        return None if self.is_backout_L is None else jnp.where(self.is_backout_L, x_BTD, backout_BTD)
+        if self.is_backout_L is None or backout_BTD is None:
+            return None
+        return jnp.where(self.is_backout_L, x_BTD, backout_BTD)
+
+
+# The backward pass of a loop keeps only the inputs, not their conversions to float32.
+@partial(jax.checkpoint, prevent_cse=False)
+def _mix(
+    x_BTD: jax.Array, input_BTD: jax.Array | None, residual: jax.Array | None, embedding: jax.Array | None
+) -> jax.Array:
+    mixed_BTD = x_BTD.astype(jnp.float32)
+    if residual is not None:
+        mixed_BTD = residual * mixed_BTD
+    if embedding is not None:
+        assert input_BTD is not None, 'scales of the embedding multiply it'
+        mixed_BTD = mixed_BTD + embedding * input_BTD
+    return mixed_BTD.astype(x_BTD.dtype)
 
 
 class Stream(NamedTuple):
@@ -77,13 +88,16 @@ class Stream(NamedTuple):
 
     def packed(self) -> jax.Array:
         """Returns one array [B, T, n · D] of all states, which a pipeline sends from stage to stage."""
-        return jnp.concatenate([x for x in self[:3] if x is not None], axis=-1)
+        states = [x for x in self[:3] if x is not None]
+        return states[0] if len(states) == 1 else jnp.concatenate(states, axis=-1)
 
     def unpacked(self, packed: jax.Array) -> Stream:
         """Returns the stream with the states of `packed`."""
-        present = [x is not None for x in self[:3]]
-        parts = iter(jnp.split(packed, sum(present), axis=-1))
-        return Stream(*(next(parts) if is_present else None for is_present in present), self.scales)
+        num = sum(x is not None for x in self[:3])
+        x_BTD, *rest = [packed] if num == 1 else jnp.split(packed, num, axis=-1)
+        input_BTD = None if self.input_BTD is None else rest.pop(0)
+        backout_BTD = None if self.backout_BTD is None else rest.pop(0)
+        return Stream(x_BTD, input_BTD, backout_BTD, self.scales)
 
 
 def first_stream(
@@ -146,6 +160,7 @@ def num_states(config: ModelConfig) -> int:
 def _linear(first: float, last: float) -> Initializer:
     def init(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
         del key
-        return jnp.asarray(np.linspace(first, last, *shape), dtype)
+        (num,) = shape
+        return jnp.asarray(np.linspace(first, last, num), dtype)
 
     return init

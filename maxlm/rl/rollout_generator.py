@@ -319,8 +319,8 @@ class Sampler:
         self, params: Params, tokens_BU: jax.Array, positions_BT: jax.Array, cache: Caches, length_B: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """Returns the hidden states of all tokens but the first of each row, which is in the cache, and the cache."""
-        decoder, inputs = nnx.merge(self._graph, params), {'positions_BT': positions_BT, 'length_B': length_B}
-        hidden_BTD, new_cache, _ = decoder(tokens_BU[:, 1:], previous_BT=tokens_BU[:, :-1], cache=cache, **inputs)
+        decoder = partial(nnx.merge(self._graph, params), positions_BT=positions_BT, cache=cache, length_B=length_B)
+        hidden_BTD, new_cache, _ = decoder(tokens_BU[:, 1:], previous_BT=tokens_BU[:, :-1])
         assert new_cache is not None
         return hidden_BTD, self._placed(new_cache)
 

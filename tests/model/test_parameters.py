@@ -21,7 +21,7 @@ from maxlm.model.parameters import (
     weights,
 )
 from maxlm.training.state import abstract_state
-from tests.small import LATENT, model_keys, small_config, small_layout
+from tests.small import LATENT, STREAM, model_keys, small_config, small_layout
 
 EXPERTS = {'model__num_experts': 4, 'model__num_experts_per_token': 2, 'model__expert_ffn_dim': 24}
 QLORA = {'model__lora_rank': 3, 'model__weight_quantization': 'int8', 'train__init_from': 'runs/base'}
@@ -32,6 +32,7 @@ MODELS = {
     'quantized experts': {'model__family': 'llama', **EXPERTS, **QLORA, 'model__num_dense_layers': 1},
     'multi-token prediction': {'model__family': 'gpt2', 'model__mtp_depth': 2, 'model__lora_rank': 2},
     'value embeddings': VALUES,
+    'stream': {'model__family': 'gpt2', **STREAM},
 }
 
 
@@ -44,6 +45,20 @@ def test_counts_equal_the_state_of_a_run(model):
     counted = {weight.name: (weight.size, weight.kind) for weight in weights(config.model)}
     assert counted == {name: (size, 'matrix' if kind == 'codes' else kind) for name, (size, kind) in state.items()}
     assert count_parameters(config.model) == sum(size for size, _ in state.values())
+
+
+def test_options_of_the_stream_are_replicated_vectors():
+    plain, found = (small_config(model__num_layers=3, **settings).model for settings in ({}, STREAM))
+    added = {weight.name: weight for weight in set(weights(found)) - set(weights(plain))}
+    assert {name: weight.size for name, weight in added.items()} == {
+        'residual_scales': 3,
+        'embedding_scales': 3,
+        'smear_gate': 5,
+        'smear_scale': 1,
+        'backout_scale': 1,
+    }
+    # Vectors have no weight decay by default, stay in float32 and are trained by AdamW also with Muon.
+    assert {(weight.kind, weight.axes) for weight in added.values()} == {('vector', ('norm',))}
 
 
 def test_matrices_of_a_block_by_hand():

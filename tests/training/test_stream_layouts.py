@@ -15,9 +15,13 @@ from tests.small import EXPERTS, STREAM, small_batch, small_config, small_layout
 # Four layers, of which the first of the model with experts is dense.
 COMMON = {**STREAM, 'model__num_layers': 4, 'model__vocab_size': 64, 'train__global_batch_size': 8}
 DENSE = {'model__family': 'nanochat'}
-SPARSE = {**EXPERTS, 'model__num_layers': 5, 'model__backout_layer': 0}
+# The load-balancing loss depends on the division into micro-batches.
+SPARSE = {**EXPERTS, 'model__num_layers': 5, 'model__backout_layer': 0, 'train__load_balancing_loss': 0.0}
 LAYOUTS = {
     'fsdp': ({'mesh__fsdp': 2}, DENSE),
+    'parameters on the host': ({'mesh__fsdp': 2, 'mesh__host_offload': 'all'}, DENSE),
+    # The moments of AdamW include these parameters.
+    'muon': ({'mesh__fsdp': 2}, {**DENSE, 'optimizer__name': 'muon'}),
     'tensor': ({'mesh__tensor': 2, 'mesh__fsdp': 1}, DENSE),
     'context': ({'mesh__context': 2, 'mesh__fsdp': 1}, {**DENSE, 'model__family': 'gpt2'}),
     'stage': ({'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 2}, DENSE),
@@ -50,6 +54,6 @@ def test_two_devices_equal_one(name):
     found, other_loss = moments_and_loss(small_config(num_devices=2, **{**COMMON, **model, **mesh}))
     np.testing.assert_allclose(other_loss, loss, rtol=2e-6)
     for moment, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
-        np.testing.assert_allclose(other, moment, rtol=0, atol=3e-6 * max(np.abs(moment).max(), 1e-3))
+        np.testing.assert_allclose(other, moment, rtol=0, atol=1e-5 * max(np.abs(moment).max(), 1e-3))
     for key in ('residual_scales', 'embedding_scales', 'smear_gate', 'smear_scale', 'backout_scale'):
         assert np.all(expected[key] != 0)

@@ -30,7 +30,7 @@ def reference(family, prompt):
     return [score.log_prob for score in scorer.score(requests)]
 
 
-@pytest.mark.parametrize('family', [FAMILY, 'gemma2', 'experts'])
+@pytest.mark.parametrize('family', [FAMILY, 'gemma2', 'experts', 'stream'])
 def test_scores_equal_those_of_the_scorer(family):
     # Prompts of one token, of one chunk, and of several chunks.
     for prompt, (delta,) in zip(PROMPTS, score_prompts(engine(family), PROMPTS), strict=True):

@@ -13,7 +13,7 @@ from maxlm.config.loading import build, default, load
 from maxlm.config.resolve import resolve
 from maxlm.planning.estimate.collectives import estimate_transfers
 from tests.conftest import ROOT
-from tests.small import small_config
+from tests.small import STREAM, small_config
 
 LOOP = ('model.scan_layers=true', 'mesh.zero_stage=3')
 SMALL = (*LOOP, 'train.per_device_batch_size=4')
@@ -173,9 +173,10 @@ def test_one_device_sends_nothing():
     assert estimate_transfers(small_config()) == []
 
 
-def test_a_pipeline_sends_the_stream():
-    config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2)
-    stream = 2 * config.data.seq_len * config.model.dim * 4
+@pytest.mark.parametrize(('settings', 'states'), [({}, 1), ({'model__backout_layer': 0}, 2), (STREAM, 3)])
+def test_a_pipeline_sends_the_stream(settings, states):
+    config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2, **settings)
+    stream = states * 2 * config.data.seq_len * config.model.dim * 4
     sizes = {(t.kind, t.count): t.size for t in estimate_transfers(config) if t.axes == ('stage',) and t.size > 4}
     # Each of 4 micro-batches and an idle round is sent forward and backward. Then all results are reduced.
     assert sizes == {('collective-permute', 10): stream, ('all-reduce', 2): 4 * stream}

@@ -23,7 +23,7 @@ from maxlm.planning.targets import parse_target
 from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT
-from tests.small import small_config, small_layout
+from tests.small import STREAM, small_config, small_layout
 
 COMPILED = json.loads((ROOT / RECORD).read_text())
 # Bytes of the counters: steps, skipped steps, and updates of each optimizer.
@@ -109,6 +109,7 @@ STATES |= {
         'train__per_device_batch_size': 1,
         'optimizer__name': 'muon',
     },
+    'stream': {**STREAM, 'mesh__tensor': 2, 'optimizer__moment_dtype': 'int8', 'model__dim': 256},
     'multi-token prediction': {'model__mtp_depth': 2, 'mesh__tensor': 2, 'optimizer__ema_decay': 0.9},
     'value embeddings': {
         'model__value_embedding_pattern': 'NV',
@@ -130,6 +131,8 @@ PROGRAMS = {
     'quantized kernels': ({**QLORA, 'model__family': 'llama', 'model__remat_policy': 'full'}, 0.15),
     'quantized kernels, all kept': ({**QLORA, 'model__weight_quantization': 'int4', 'model__family': 'llama'}, 0.15),
     'experts': ({**EXPERTS, 'model__family': 'llama', 'model__remat_policy': 'full', 'model__num_layers': 3}, 0.10),
+    'stream': ({**STREAM, 'model__family': 'llama', 'model__remat_policy': 'full'}, 0.15),
+    'stream, all kept': ({**STREAM, 'model__family': 'llama'}, 0.15),
     'multi-token prediction': (
         {'model__family': 'llama', 'model__mtp_depth': 2, 'model__remat_policy': 'full', 'model__num_layers': 3},
         # From jaxlib 0.12, the program needs a fifth less than estimated.

@@ -6,7 +6,7 @@ import pytest
 from maxlm.model.blocks import Block
 from maxlm.planning.estimate.backends import BACKENDS
 from maxlm.planning.estimate.saved_activations import saved_bytes
-from tests.small import small_config
+from tests.small import STREAM, small_config
 
 # Width 32, four heads of 8 dims; a micro-batch of 2 · 16 tokens. The family has no biases and recomputes its norms.
 LLAMA = {'model__family': 'llama', 'train__per_device_batch_size': 2, 'model__ffn_dim': 64}
@@ -79,3 +79,11 @@ def test_every_second_layer_saves_the_rows_and_the_factors_of_its_value_embeddin
 def test_the_mean_over_a_pattern_of_attention():
     patterned = {'model__attention_pattern': 'SL', 'model__sliding_window': 4, 'model__num_layers': 4}
     assert saved('none', **patterned) == saved('none')
+
+
+def test_options_of_the_stream():
+    """A layer saves its input before and after the scales, and the earlier states of the stream not at all."""
+    assert saved('none', **STREAM) == saved('none') + D
+    assert saved('full', **STREAM) == saved('full') == D
+    half = {'model__dtype': 'bfloat16'}
+    assert saved('none', **STREAM, **half) == saved('none', **half) + D / 2
