@@ -30,6 +30,7 @@ from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions, Prefi
 from maxlm.inference.engine.model_runner import PendingPrompt
 from maxlm.inference.engine.slots import CacheLength
 from maxlm.inference.sampling import Sampling, stack_settings
+from maxlm.model.layers.value_embedding import VALUE_TABLES
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import init_state
 
@@ -90,6 +91,8 @@ def measure(
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     if not config.model.tie_embeddings:
         weights -= params['embedding'].nbytes
+    if config.model.value_embedding_pattern:
+        weights -= params[VALUE_TABLES].nbytes
     room = CacheLength(programs.cache_lengths).fit(context // 2 + 1)
     params, state = programs.prepare(params), programs.resize(programs.init_state(), room)
     rng = np.random.default_rng(0)

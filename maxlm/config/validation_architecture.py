@@ -70,7 +70,8 @@ def _check_latent_attention(model: ModelConfig) -> None:
     }
     for key, (expected, found) in required.items():
         if found != expected:
-            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={expected}')
+            wanted = "''" if expected == '' else expected
+            raise InputError(f'model.{key}={found} with {latent}: latent attention requires model.{key}={wanted}')
     if 'N' in model.attention_pattern:
         raise InputError(
             f'model.attention_pattern={model.attention_pattern} with {latent}: latent attention requires rotary '

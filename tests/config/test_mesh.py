@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxlm.errors import InputError
-from tests.small import small_config
+from tests.small import EXPERTS, small_config
 
 # The model has 8 heads of size 4 and an FFN dimension of 128; the sequence length is 16.
 COMMON = {
@@ -131,6 +131,17 @@ def test_an_axis_of_minus_1_takes_the_remaining_devices():
             ['mesh.stage=4', 'num_layers=6', 'a multiple of the 3 of model.attention_pattern'],
             [(2, 1)],
         ),
+        (
+            {
+                'mesh__stage': 2,
+                'model__num_layers': 6,
+                'model__attention_pattern': 'SL',
+                'model__sliding_window': 4,
+                'model__value_embedding_pattern': 'NNV',
+            },
+            ['mesh.stage=2', 'a multiple of the 6 of model.attention_pattern and model.value_embedding_pattern'],
+            [(1, 1)],
+        ),
         ({'mesh__stage': 2, 'model__num_layers': 3}, ['mesh.stage=2', 'num_layers=3'], [(1, 1)]),
     ],
 )
@@ -148,6 +159,13 @@ def test_stages_must_divide_the_layers(settings, fragments, numbers):
         assert 'does not split' in error_message(
             8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]}
         )
+
+
+def test_pipelines_have_no_value_embeddings_in_dense_first_layers():
+    settings = {**EXPERTS, 'mesh__stage': 2, 'model__value_embedding_pattern': 'V'}
+    message = error_message(8, **settings)
+    for fragment in ('mesh.stage=2', 'model.value_embedding_pattern=V', 'model.num_dense_layers=1'):
+        assert fragment in message
 
 
 def test_the_number_of_micro_batches_must_be_a_multiple_of_the_stages():

@@ -26,6 +26,8 @@ def test_sizes_are_resolved():
         ({'family': 'gpt2'}, r'model\.position_embedding=learned .* requires model\.position_embedding=rotary'),
         ({'family': 'qwen3'}, r'model\.qk_norm=True .* requires model\.qk_norm=False'),
         ({'use_bias': True}, r'model\.use_bias=True .* requires model\.use_bias=False'),
+        ({'value_embedding_pattern': 'V'}, r"_pattern=V .* requires model\.value_embedding_pattern=''"),
+        ({'relative_attention_multiplier': 2.0}, r'=2\.0 .* requires model\.relative_attention_multiplier=1\.0'),
         ({'qk_rope_head_dim': 5}, r'is an odd number of dimensions'),
         ({'rope_mscale_all_dim': 1.0}, r'model\.rope_mscale_all_dim=1.0 has no effect with model\.rope_scaling=none'),
     ],

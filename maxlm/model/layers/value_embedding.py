@@ -76,11 +76,14 @@ def value_layers(config: ModelConfig) -> list[bool]:
 
 
 def looked_up(values: ValueEmbeddings, tokens_BT: jax.Array, partitioning: Partitioning) -> ValueEmbeddings:
-    """Returns the value embeddings of all layers with their rows instead of their tables.
+    """Returns the value embeddings of all layers with their rows instead of their tables, for calls with a cache.
 
-    A decoding step reads only a few rows. In a loop over layers, it would copy the table of each layer.
+    A decoding step reads only a few rows. In a loop over layers, it would copy the table of each layer. Tables that are
+    sharded to save memory are returned unchanged, because each layer gathers its table only for its own computation.
     """
     assert values.table_VW is not None, 'the rows are given already'
+    if partitioning.num_shards('embed') > 1:
+        return values
     rows_LBTW = partitioning.constrain(values.table_VW[:, tokens_BT], ('layers', 'batch', 'length', 'activation'))
     return values._replace(table_VW=None, rows_BTW=rows_LBTW)
 

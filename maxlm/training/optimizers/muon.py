@@ -156,8 +156,8 @@ def num_stack_axes(axes: tuple[str, ...]) -> int:
 def num_inputs(axes: tuple[str, ...]) -> int:
     """Returns the number of leading axes of a kernel that are contracted, from the names of its axes.
 
-    Each matrix reads or writes the residual stream, so its input or its output is the single axis `embed`, or
-    `expert_embed` in an expert, or `gate_channels` in the gate of a value embedding.
+    Each matrix reads or writes the residual stream, so its input or its output is the single axis `embed`. In an expert
+    this axis is `expert_embed`, and in the gate of a value embedding it is `gate_channels`.
     """
     reads, writes = (axis in ('embed', 'expert_embed', 'gate_channels') for axis in (axes[0], axes[-1]))
     assert reads != writes, f'cannot tell inputs from outputs: {axes}'

@@ -66,6 +66,7 @@ def test_cached_equals_uncached(shared):
         'windows',
         'nanochat',
         'experts',
+        'value embeddings',
         *(
             pytest.param(name, marks=pytest.mark.nightly)
             for name in ('gpt_neox', 'qwen3', 'gemma2', 'smollm3', 'linear', 'yarn', 'llama3')

@@ -37,9 +37,9 @@ CASES = {
     'apart': ({}, 'apart'),
     # Layers 1 and 4; one window per layer, and full attention in the last layer.
     'other patterns': (model_keys(attention_pattern='SLSSL', value_embedding_pattern='NNV'), 'loop'),
-    # A loop over two periods of two kinds of layers, of three layers each.
-    'two patterns': (
-        model_keys(num_layers=6, value_embedding_pattern='NNV', attention_pattern='L', sliding_window=0),
+    # A loop over two periods of three layers, two of which have a value embedding.
+    'two in a period': (
+        model_keys(num_layers=6, value_embedding_pattern='VNV', attention_pattern='L', sliding_window=0),
         'loop',
     ),
     'no gate': (model_keys(num_layers=2, value_embedding_pattern='V', value_gate_channels=0), 'loop'),

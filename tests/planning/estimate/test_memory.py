@@ -162,6 +162,7 @@ PROGRAMS = {
         0.30,
     ),
 }
+NIGHTLY = ('products kept, stages', 'value embeddings')
 
 
 def name_of(entry):
@@ -229,7 +230,7 @@ def test_the_state_is_known_from_shapes(family, layout):
 
 @pytest.mark.parametrize(
     'program',
-    [pytest.param(name, marks=pytest.mark.nightly) if name == 'products kept, stages' else name for name in PROGRAMS],
+    [pytest.param(name, marks=pytest.mark.nightly) if name in NIGHTLY else name for name in PROGRAMS],
 )
 def test_against_the_compiler_for_cpus(program):
     overrides, error = PROGRAMS[program]
