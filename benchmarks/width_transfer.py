@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--steps', type=int, default=150, help='steps of each run (default 150)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
-    runs = []
+    runs: list[dict[str, Any]] = []
     for base_dim in (0, BASE_DIM):
         for width in WIDTHS:
             # At the base width, the transfer changes nothing.

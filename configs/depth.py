@@ -1,8 +1,8 @@
 """nanochat models scaled by depth: depth N has width 64 · N and head dimension 128.
 
-Odd depths have the next multiple of 128 as width, in the recipe of 2025 only for their heads. The remaining settings follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The
-set-up that this config reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to
-about depth 44.
+Odd depths have the next multiple of 128 as width, in the recipe of 2025 only for their heads. The remaining settings
+follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The set-up that this config
+reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
 Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT
            prepares TEXT with one token per character, trains in runs/depth-64 and exports the model

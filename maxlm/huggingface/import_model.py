@@ -139,7 +139,7 @@ def _check_exists(path: Path) -> None:
     names.sort(key=lambda name: not name.endswith(_WEIGHTS))
     found = ', '.join(names[:_SHOWN_FILES]) + (f' and {len(names) - _SHOWN_FILES} more' * (len(names) > _SHOWN_FILES))
     raise InputError(
-        f'{path}: no such file; found {found or "an empty directory"}; give a directory in the format of Transformers, '
+        f'{path}: No such file; found {found or "an empty directory"}; give a directory in the format of Transformers, '
         'or one with model_NNNNNN.pt and meta_NNNNNN.json of nanochat'
     )
 

@@ -58,7 +58,7 @@ def make_parser() -> ArgumentParser:
     local = PathOption(Kind.DIRECTORY)
     importer.add_argument(
         '--input',
-        type=PathOption(),
+        type=PathOption(advice='give a local directory, or a local model_NNNNNN.pt'),
         required=True,
         help='Transformers directory with config.json and safetensors, directory of nanochat with model_NNNNNN.pt and '
         'meta_NNNNNN.json (its newest step), or one model_NNNNNN.pt',

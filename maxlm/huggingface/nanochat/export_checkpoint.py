@@ -97,8 +97,8 @@ def _tokenizer(path: Path, vocab_size: int) -> bytes | None:
     try:
         if tokenizer.vocab_size != vocab_size:
             raise InputError(
-                f'the tokenizer has {tokenizer.vocab_size:,} ids, but the model has {vocab_size:,}; use a tokenizer of '
-                'that size'
+                f'the tokenizer has {tokenizer.vocab_size:,} ids and the model {vocab_size:,}, but nanochat requires '
+                'equal numbers; write a tokenizer.pkl for the model'
             )
         return write_tokenizer(tokenizer)
     except InputError as error:

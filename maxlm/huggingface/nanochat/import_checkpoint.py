@@ -39,7 +39,7 @@ def find_checkpoint(source: str) -> Checkpoint | None:
         source: a directory, which means its newest step, or the path of one model_NNNNNN.pt.
 
     Raises:
-        InputError: the directory cannot be listed, or the meta file is missing.
+        InputError: the path is another file, or the meta file is missing.
     """
     path = Path(source).expanduser()
     directory = path if path.is_dir() else path.parent
@@ -49,8 +49,10 @@ def find_checkpoint(source: str) -> Checkpoint | None:
         if not steps:
             return None
         path = path / max(steps)[1]
-    if not _MODEL.fullmatch(path.name) or not path.is_file():
+    if not path.is_file():
         return None
+    if not _MODEL.fullmatch(path.name):
+        raise InputError(f'--input={source}: is a file; give a directory, or model_NNNNNN.pt of nanochat')
     meta = directory / path.name.replace('model', 'meta').replace('.pt', '.json')
     if not meta.is_file():
         raise InputError(f'{meta}: no such file; copy it from the directory in which nanochat saved {path.name}')

@@ -35,7 +35,7 @@ EMBEDDING = 'transformer.wte.weight'
 # Parameters with a row per id.
 _TABLES = ('embedding', 'head.kernel')
 # Keys of `model_config` and of maxlm.
-_KEYS = {
+KEYS = {
     'sequence_len': 'max_positions',
     'vocab_size': 'vocab_size',
     'n_layer': 'num_layers',
@@ -114,15 +114,15 @@ def read_config(meta: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     values = meta.get('model_config')
     if not isinstance(values, dict):
         raise InputError(f'{source}: has no model_config; use meta_NNNNNN.json of the same step')
-    if missing := [key for key in _KEYS if key not in values]:
+    if missing := [key for key in KEYS if key not in values]:
         raise InputError(f'{source}: model_config has no {missing[0]}; use meta_NNNNNN.json of the same step')
-    if unknown := [key for key in values if key not in (*_KEYS, _PATTERN)]:
+    if unknown := [key for key in values if key not in (*KEYS, _PATTERN)]:
         raise InputError(
             f'{source}: model_config has the key {display_value(unknown[0])}, which maxlm does not know; use a '
             'checkpoint of karpathy/nanochat'
         )
     fields = Fields(values, source)
-    settings: dict[str, Any] = {key: fields.integer(name, 0) for name, key in _KEYS.items()}
+    settings: dict[str, Any] = {key: fields.integer(name, 0) for name, key in KEYS.items()}
     if settings['dim'] % settings['num_heads']:
         raise fields.error('n_head', f'must divide n_embd={settings["dim"]}')
     layers = {match[1] for name in shapes if (match := re.match(r'transformer\.h\.(\d{1,4})\.', name))}
@@ -174,7 +174,7 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
     Raises:
         InputError: nanochat cannot express the model. The message names a key.
     """
-    sizes = {key: getattr(model, key) for key in _KEYS.values()}
+    sizes = {key: getattr(model, key) for key in KEYS.values()}
     version = PRESENT if model.residual_scale or model.smear_channels or model.value_embedding_pattern else FIRST
     pattern = model.attention_pattern.replace('N', 'L') if version.has_windows else 'L'
     expected = config_for_model(_settings(sizes, version, pattern, model.dtype), 'nanochat')
@@ -185,7 +185,7 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
     if found := model_difference(expected, dataclasses.replace(expected, model=comparable)):
         key, value, actual = found
         raise InputError(f'{key}={actual}: {version.title} has {key}={value}; export the model in another format')
-    settings = {name: sizes[key] for name, key in _KEYS.items()}
+    settings = {name: sizes[key] for name, key in KEYS.items()}
     return {**settings, _PATTERN: model.attention_pattern} if version.has_windows else settings
 
 

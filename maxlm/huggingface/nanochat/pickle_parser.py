@@ -61,7 +61,7 @@ class PickledCall:
 
 
 def parse_pickle(content: bytes, names: Collection[str], source: str) -> Any:
-    """Returns the value of a pickle: numbers, texts, bytes, containers, `Name`, `PickledCall` and `PersistentId`.
+    """Returns the value of a pickle: plain values and containers, and records of names, calls and persistent ids.
 
     Args:
         content: the pickle. The caller limits its size.

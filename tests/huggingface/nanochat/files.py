@@ -1,8 +1,10 @@
 """Provides checkpoints of nanochat, written by PyTorch and tiktoken, with the logits of nanochat's own code.
 
 `first.npz` and `present.npz` have random weights in float32, token ids, and the logits that nanochat's class GPT
-computes for them on a CPU: `nanochat/gpt.py` of 2026-01-11 (2c4473d), whose function is that of 2025, with its rotary
-factors in float32, and of 2026-07-03 (92d63d4), with the last 8 logits of a row that exceeds the short window.
+computes for them on a CPU.
+
+- first: `nanochat/gpt.py` of 2026-01-11 (2c4473d) with its rotary factors in float32. Its function is that of 2025.
+- present: `nanochat/gpt.py` of 2026-07-03 (92d63d4), also with the last 8 logits of a row beyond the short window.
 """
 
 from __future__ import annotations

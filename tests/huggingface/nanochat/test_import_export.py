@@ -359,7 +359,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, refused):
 def test_directories_without_a_model_name_their_files(tmp_path, refused):
     folder = tmp_path / 'folder'
     folder.mkdir()
-    refused('import', f'--input={folder}', parts=['config.json: no such file; found an empty directory'])
+    refused('import', f'--input={folder}', parts=['config.json: No such file; found an empty directory'])
     (folder / 'a.txt').touch()
     (folder / 'pytorch_model.bin').touch()
     refused('import', f'--input={folder}', parts=['found pytorch_model.bin, a.txt;', 'model_NNNNNN.pt'])
