@@ -22,6 +22,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
 from maxlm.huggingface.nanochat.pickle_parser import PickledCall, parse_pickle
 from maxlm.storage.check_directory import check_entries
+from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_bytes
 
 FILE = 'tokenizer.pkl'
@@ -86,7 +87,7 @@ def write_tokenizer(tokenizer: Tokenizer) -> bytes:
     """
     text = tokenizer.marked_json()
     special = {token.content: index for index, token in sorted(tokenizer.special_tokens.items())}
-    pattern, ranks = split_pattern(json.loads(text)), byte_pair_ranks(tokenizers.Tokenizer.from_str(text))
+    pattern, ranks = split_pattern(parse_json(text)), byte_pair_ranks(tokenizers.Tokenizer.from_str(text))
     if pattern is None or ranks is None or BEGINNING not in special:
         raise InputError(
             f'only a byte-level BPE tokenizer with the token {BEGINNING} can be written as {FILE}; use a model with a '

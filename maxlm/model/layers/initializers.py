@@ -9,7 +9,7 @@ import jax
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.linear import Initializer
-from maxlm.model.transfer import transfer_of
+from maxlm.model.layers.transfer import transfer_of
 
 _normal, _zeros = jax.nn.initializers.normal, jax.nn.initializers.zeros
 
@@ -48,7 +48,8 @@ def initializers(config: ModelConfig) -> Initializers:
     uniform_2026: Karpathy 2026 (nanochat, January 2026 and later). As uniform, with a standard deviation of 0.8 for
         embeddings, and of 0.4 / sqrt(dim) for the projections of the feed-forward that read the stream.
 
-    With `model.base_dim` and `model.base_num_layers`, the standard deviations are scaled; see `maxlm.model.transfer`.
+    With `model.base_dim` and `model.base_num_layers`, the standard deviations are scaled; see
+    `maxlm.model.layers.transfer`.
     """
     D, L, (m, d) = config.dim, config.num_layers, transfer_of(config)
     if config.init == 'small':

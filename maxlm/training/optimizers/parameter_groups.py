@@ -10,8 +10,8 @@ from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.validation_optimizer import ADAM_KEYS, parse_groups
 from maxlm.errors import InputError
+from maxlm.model.layers.transfer import transfer_of
 from maxlm.model.parameters import kind_of_names
-from maxlm.model.transfer import transfer_of
 from maxlm.training.optimizers.trainable import is_trained, matches
 
 # Kinds of parameters by `optimizer.weight_decay_mask`. Decay of scales and biases does not regularize.
@@ -45,7 +45,8 @@ class Settings(NamedTuple):
 def settings_of(config: Config, path: tuple[str, ...]) -> Settings:
     """Returns the settings of the parameter with this path. The first pattern that matches its dotted name applies.
 
-    A group's `learning_rate` and `weight_decay` are used as they are, without the transfer of `maxlm.model.transfer`.
+    A group's `learning_rate` and `weight_decay` are used as they are, without the factors of
+    `maxlm.model.layers.transfer`.
     """
     kind, optimizer = kind_of_names(path), config.optimizer
     by_muon = optimizer.name == 'muon' and kind == 'matrix'

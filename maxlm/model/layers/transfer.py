@@ -27,7 +27,7 @@ from maxlm.config.schema import ModelConfig
 RESIDUAL_OUTPUTS = ('out', 'down')
 
 
-class Transfer(NamedTuple):
+class SizeRatio(NamedTuple):
     """Size of a model, relative to the one whose hyperparameters it uses.
 
     Attributes:
@@ -50,9 +50,9 @@ class Transfer(NamedTuple):
         return of_width / self.depth if path[-2:-1] and path[-2] in RESIDUAL_OUTPUTS else of_width
 
 
-def transfer_of(model: ModelConfig) -> Transfer:
+def transfer_of(model: ModelConfig) -> SizeRatio:
     """Returns the factors of a resolved model; 1 if it does not name a base."""
-    return Transfer(
+    return SizeRatio(
         model.dim / model.base_dim if model.base_dim else 1.0,
         model.num_layers / model.base_num_layers if model.base_num_layers else 1.0,
     )

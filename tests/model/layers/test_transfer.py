@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.model.transfer import Transfer, transfer_of
+from maxlm.model.layers.transfer import SizeRatio, transfer_of
 from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step
@@ -77,7 +77,7 @@ def test_factors_of_the_learning_rates():
         optimizer__weight_decay=0.1,
         optimizer__groups=(('blocks.feedforward.up.kernel', 'learning_rate=0.3'),),
     )
-    assert transfer_of(config.model) == Transfer(4.0, 3.0)
+    assert transfer_of(config.model) == SizeRatio(4.0, 3.0)
 
     def rate_and_decay(name):
         return settings_of(config, tuple(name.split('.')))[:1] + settings_of(config, tuple(name.split('.')))[4:5]
