@@ -149,7 +149,7 @@ def _gathers(config: Config) -> list[Transfer]:
         _transfer(config, 'all-gather', SAVING_AXES, projections, directions * config.rounds),
         _transfer(config, 'all-gather', SAVING_AXES, all_weights / mesh.tensor, config.rounds),
         # Each layer gathers its own table of value embeddings.
-        _transfer(config, 'all-gather', SAVING_AXES, width * of.values / mesh.tensor, directions * config.rounds),
+        _transfer(config, 'all-gather', SAVING_AXES, width * _values(config, of), directions * config.rounds),
     ]
 
 
@@ -178,7 +178,7 @@ def _gradients(config: Config) -> list[Transfer]:
         for each in _kernels(config, kind)
     ]
     # Each module of multi-token prediction has a gradient of the head. All of them have one of the embedding.
-    looked_up = both + of.values / mesh.tensor + (tokens if model.mtp_depth else 0)
+    looked_up = both + _values(config, of) + (tokens if model.mtp_depth else 0)
     sums += [
         (FLOAT32 * tokens * (1 + model.mtp_depth), SAVING_AXES, config.rounds),
         (width * (looked_up + _projection_elements(model)), SAVING_AXES, config.rounds),
@@ -206,7 +206,7 @@ def _tensor_sums(config: Config) -> list[Transfer]:
     sums = 2 * (1 + model.mtp_depth) * config.rounds
     transfers = [_transfer(config, 'all-reduce', ('tensor',), tables_stream, sums, is_async=False)]
     # The rows of value embeddings, and their gradients.
-    rows = stream / model.dim * value_elements(model)
+    rows = stream / model.dim * value_elements(model) / mesh.stage
     passes = (2 + (model.remat_policy != 'none')) * config.accumulation
     transfers.append(_transfer(config, 'all-reduce', ('tensor',), rows, passes, is_async=False))
     for kind, runs in layer_runs(config):
@@ -260,6 +260,11 @@ def _vocabulary(config: Config) -> list[Transfer]:
         _transfer(config, 'all-to-all', ('tensor',), size, config.rounds, is_async=False)
         for size in (width * table, width * table, width * gradient, FLOAT32 * gradient)
     ]
+
+
+def _values(config: Config, of: Tables) -> float:
+    """Returns the elements of the tables of value embeddings in the layers of a device."""
+    return of.values / (config.mesh.tensor * config.mesh.stage)
 
 
 def _padded_tables(config: Config) -> Tables:

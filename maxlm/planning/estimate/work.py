@@ -254,7 +254,7 @@ def _activation_bytes(config: Config, tokens: float, capability: tuple[int, int]
     # The embedding: a row is read and written; its gradient is added to the table's in float32.
     lookup = model.dim * (2 * width + 12)
     # Value embeddings also: their sum with the values reads two arrays and writes one.
-    lookups = value_elements(model) * (2 * width + 12 + 3 * width * passes) / config.mesh.tensor
+    lookups = value_elements(model) * (2 * width + 12 + 3 * width * passes) / (config.mesh.tensor * config.mesh.stage)
     # A module of multi-token prediction has three norms, and copies both inputs of its projection.
     module = width * (3 * 3 + 2 * 2) * model.dim * passes
     return tokens * (blocks + lookups + (1 + model.mtp_depth) * (logits + lookup) + model.mtp_depth * module)

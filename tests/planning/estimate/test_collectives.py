@@ -173,6 +173,33 @@ def test_one_device_sends_nothing():
     assert estimate_transfers(small_config()) == []
 
 
+def sent(config):
+    total = collections.Counter()
+    for transfer in estimate_transfers(config):
+        total[transfer.kind] += transfer.size * transfer.count
+    return total
+
+
+@pytest.mark.parametrize('remat', ['none', 'full'])
+def test_tables_of_value_embeddings_are_gathered_in_each_pass_and_their_gradients_are_summed(remat):
+    settings = {'num_devices': 2, 'mesh__fsdp': 2, 'mesh__zero_stage': 3, 'model__remat_policy': remat}
+    plain, changed = (
+        small_config(**settings, model__value_embedding_pattern=pattern, train__per_device_batch_size=1)
+        for pattern in ('', 'NV')
+    )
+    # One table of 61 ids and 32 dims, in each of 4 micro-batches.
+    table = 4 * 4 * 61 * 32
+    more = sent(changed) - sent(plain)
+    assert more == {'all-gather': (2 if remat == 'full' else 1) * table, 'reduce-scatter': table}
+
+
+def test_rows_of_value_embeddings_are_summed_over_tensor_shards():
+    settings = {'num_devices': 2, 'mesh__tensor': 2, 'mesh__fsdp': 1, 'model__vocab_size': 64}
+    plain, changed = (small_config(**settings, model__value_embedding_pattern=pattern) for pattern in ('', 'V'))
+    # Two layers, forward and backward, 32 dims for each of 8 · 16 tokens.
+    assert sent(changed) - sent(plain) == {'all-reduce': 2 * 2 * 4 * 32 * 8 * 16}
+
+
 @pytest.mark.parametrize(('settings', 'states'), [({}, 1), ({'model__backout_layer': 0}, 2), (STREAM, 3)])
 def test_a_pipeline_sends_the_stream(settings, states):
     config = small_config(num_devices=2, mesh__stage=2, mesh__fsdp=1, train__per_device_batch_size=2, **settings)
