@@ -225,11 +225,14 @@ def orthogonalize_kernels(
     if rescaling.renormalize:
         x_IO = renormalize(x_IO)
     if second_moment is not None:
-        # The second moments of a matrix go to the device that processes it.
+        # The second moments of a matrix go to the device that processes it. They are small, so each way passes through
+        # copies on all devices; XLA would log a warning for a direct way.
         spread = NamedSharding(layout.mesh, PartitionSpec(*placements[-1].spec[:num]))
-        moment_W = jax.lax.with_sharding_constraint(pad(second_moment), spread)
+        copies = jax.lax.with_sharding_constraint(second_moment, layout.named())
+        moment_W = jax.lax.with_sharding_constraint(pad(copies), spread)
         x_IO, moment_W = divide_by_second_moment(x_IO, moment_W, beta2=rescaling.beta2)
-        second_moment = jax.lax.slice_in_dim(moment_W, 0, size, axis=num - 1)
+        copies = jax.lax.with_sharding_constraint(moment_W, layout.named())
+        second_moment = jax.lax.slice_in_dim(copies, 0, size, axis=num - 1)
     x = x_IO.reshape(x.shape)
     for placement in reversed(placements):
         x = jax.lax.with_sharding_constraint(x, placement)
