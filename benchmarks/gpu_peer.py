@@ -9,6 +9,7 @@ waits for the last step. It exits with code 3 if the batch does not fit into the
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -177,7 +178,7 @@ def prepare_nanochat(task: Task) -> Peer:
     """Prepares nanochat's own model and optimizer at the shape of the others."""
     _import_torch(task)
     classes = nanochat_classes(task.nanochat)
-    settings: dict[str, Any] = {'dtype': 'bfloat16', 'optimizer': 'nanochat, Muon and AdamW'}
+    settings: dict[str, Any] = {'dtype': 'bfloat16', 'optimizer': 'Muon and AdamW of nanochat'}
 
     def start(device: str) -> Any:
         nanochat = make_nanochat(classes, task.config, device, lambda model: _compiled(task, model))
@@ -188,7 +189,7 @@ def prepare_nanochat(task: Task) -> Peer:
 
 
 # Settings of the sides that use `benchmarks.torch_gpt.make_step`.
-AUTOCAST = {'autocast': 'bfloat16', 'parameters': 'float32', 'optimizer': 'AdamW, fused'}
+AUTOCAST = {'autocast': 'bfloat16', 'parameters': 'float32', 'optimizer': 'fused AdamW'}
 
 
 def _import_torch(task: Task) -> Any:
@@ -250,6 +251,9 @@ OTHER_MODELS = ('nanochat',)
 
 def serve(argv: list[str]) -> int:
     """Trains on request until standard input ends."""
+    # Libraries print to standard output too, which only the responses may reach.
+    responses = os.fdopen(os.dup(1), 'w')
+    os.dup2(2, 1)
     side, words = argv
     peer = SIDES[side](Task(**json.loads(words)))
     if not sys.stdin.readline():
@@ -264,14 +268,15 @@ def serve(argv: list[str]) -> int:
             raise
         return EXIT_NO_MEMORY
     first = {'losses': losses, 'start_seconds': time.perf_counter() - begun}
-    print(json.dumps({**first, 'memory': peer.memory(), 'versions': peer.describe()}), flush=True)
+    print(json.dumps({**first, 'memory': peer.memory(), 'versions': peer.describe()}), file=responses, flush=True)
     for line in sys.stdin:
         steps = int(line)
         begun = time.perf_counter()
         for index in range(steps):
             wait = run(index % BATCHES)
         wait()
-        print(json.dumps({'seconds': (time.perf_counter() - begun) / steps, 'memory': peer.memory()}), flush=True)
+        seconds = (time.perf_counter() - begun) / steps
+        print(json.dumps({'seconds': seconds, 'memory': peer.memory()}), file=responses, flush=True)
     return EXIT_DONE
 
 

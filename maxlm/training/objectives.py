@@ -179,7 +179,13 @@ def make_next_token(
             parts['distill_kl'] = divergence_B.sum()
         elif user_loss is None:
             objective, loss_B, log_z_squared_B = cross_entropy(
-                hidden_BTD, kernel_DV, targets_BT, weights_BT, z_loss=z_loss, **layout
+                hidden_BTD,
+                kernel_DV,
+                targets_BT,
+                weights_BT,
+                z_loss=z_loss,
+                is_tied=config.model.tie_embeddings,
+                **layout,
             )
         else:
             losses_BT = token_losses(hidden_BTD, kernel_DV, targets_BT, user_loss, **layout)

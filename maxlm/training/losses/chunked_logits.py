@@ -21,7 +21,15 @@ _PARTS = ('rows', 'length')
 class LogitChunks:
     """Splits the positions of a batch into chunks and computes logits and gradients of a chunk."""
 
-    def __init__(self, hidden_BTD: jax.Array, *, partitioning: Partitioning, chunk: int, row_groups: int = 1):
+    def __init__(
+        self,
+        hidden_BTD: jax.Array,
+        *,
+        partitioning: Partitioning,
+        chunk: int,
+        row_groups: int = 1,
+        is_tied: bool = False,
+    ):
         """
         Args:
             hidden_BTD: hidden states to split; only shape and dtype are used.
@@ -29,6 +37,8 @@ class LogitChunks:
             chunk: number of tokens on each device whose logits exist at the same time, at least one of each row.
             row_groups: number of groups into which the rows are split. Row r is in group r mod row_groups, so no row
                 moves to another device.
+            is_tied: the kernel is the transposed embedding. On a GPU it is then used as [V, D], because transposing it
+                and its gradient would move memory.
         """
         B, T, _ = hidden_BTD.shape
         R, P = (partitioning.num_shards(axis) for axis in _PARTS)
@@ -39,6 +49,10 @@ class LogitChunks:
         self._shape = (R, rows, row_groups, P, chunks, C)
         self._length = T
         self._partitioning = partitioning
+        self._is_transposed = is_tied and partitioning.platform == 'gpu'
+        # Letters and logical names of the axes of the kernel.
+        self._kernel = 'VD' if self._is_transposed else 'DV'
+        self._kernel_axes = ('vocab', 'activation') if self._is_transposed else ('activation', 'vocab')
         self.dtype = hidden_BTD.dtype
 
     def split(self, x: jax.Array) -> jax.Array:
@@ -63,17 +77,19 @@ class LogitChunks:
         """Gathers the kernel on every device, except along the vocabulary, which is padded if it does not divide.
 
         Returns:
-            [R, P, D, V] in the dtype of the hidden states.
+            [R, P, D, V] in the dtype of the hidden states, or [R, P, V, D] if it is transposed.
         """
         R, _, _, P, _, _ = self._shape
         kernel_DV = self._partitioning.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
-        whole = self._partitioning.constrain(kernel_DV, ('activation', 'vocab'))
+        kernel = kernel_DV.T if self._is_transposed else kernel_DV
+        whole = self._partitioning.constrain(kernel, self._kernel_axes)
         whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
-        return self._partitioning.constrain(whole, (*_PARTS, 'activation', 'vocab'))
+        return self._partitioning.constrain(whole, (*_PARTS, *self._kernel_axes))
 
     def logits(self, hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
         """Returns the logits of a chunk, [R, P, N, V] in float32."""
-        scores = jnp.einsum('RPND,RPDV->RPNV', hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
+        equation = f'RPND,RP{self._kernel}->RPNV'
+        scores = jnp.einsum(equation, hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
         return self._partitioning.constrain(scores, (*_PARTS, 'activation', 'vocab'))
 
     def no_gradient(self, kernel_RPDV: jax.Array) -> jax.Array:
@@ -88,10 +104,11 @@ class LogitChunks:
         Gradients of logits are rounded to the dtype of the hidden states for both matrix products.
         """
         gradient = scores_gradient.astype(hidden_RPND.dtype)
-        of_hidden = jnp.einsum('RPNV,RPDV->RPND', gradient, kernel_RPDV)
+        of_hidden = jnp.einsum(f'RPNV,RP{self._kernel}->RPND', gradient, kernel_RPDV)
         of_hidden = self._partitioning.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
-        kernel_gradient += jnp.einsum('RPND,RPNV->RPDV', hidden_RPND, gradient, preferred_element_type=jnp.float32)
-        return self._partitioning.constrain(kernel_gradient, (*_PARTS, 'activation', 'vocab')), of_hidden
+        equation = f'RPND,RPNV->RP{self._kernel}'
+        kernel_gradient += jnp.einsum(equation, hidden_RPND, gradient, preferred_element_type=jnp.float32)
+        return self._partitioning.constrain(kernel_gradient, (*_PARTS, *self._kernel_axes)), of_hidden
 
     def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
         """Sums the kernel's gradient over the shards of the batch and removes the padding.
@@ -99,7 +116,9 @@ class LogitChunks:
         Returns:
             [D, vocab_size].
         """
-        gradient = self._partitioning.constrain_gradient(kernel_gradient.sum((0, 1)), ('embed', 'vocab'))
+        gradient = kernel_gradient.sum((0, 1))
+        gradient = gradient.T if self._is_transposed else gradient
+        gradient = self._partitioning.constrain_gradient(gradient, ('embed', 'vocab'))
         return self._partitioning.cut_vocabulary(gradient, ('embed', 'vocab'), vocab_size)
 
 

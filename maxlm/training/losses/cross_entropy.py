@@ -48,6 +48,7 @@ def cross_entropy(
     z_loss: float = 0.0,
     logit_softcap: float = 0.0,
     row_groups: int = 1,
+    is_tied: bool = False,
 ) -> Losses:
     """Computes the loss, differentiable with respect to hidden states and kernel.
 
@@ -59,11 +60,11 @@ def cross_entropy(
         kernel_DV: float32 kernel of the head, sharded as its parameter.
         targets_BT: ids of the tokens to predict.
         weights_BT: 1 at positions with a target, else 0.
-        partitioning, chunk, row_groups: see `LogitChunks`.
+        partitioning, chunk, row_groups, is_tied: see `LogitChunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
         logit_softcap: `model.logit_softcap` of the config.
     """
-    chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups)
+    chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups, is_tied=is_tied)
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
