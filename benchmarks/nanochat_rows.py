@@ -79,7 +79,7 @@ def rows_of(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, float]:
     end = np.int32(tokenizer.end_of_document)
     documents = [np.append(ids.astype(np.int32), end) for ids in tokenizer.encode_batch(texts)]
     lengths = np.array([len(document) for document in documents])
-    packed = pack_documents(lengths, SEQ_LEN)
+    packed = pack_documents(lengths, SEQ_LEN, keeps_rests=False)
     rows = []
     for start, stop in zip(packed.firsts[:-1], packed.firsts[1:], strict=True):
         pieces = zip(packed.documents[start:stop], packed.lengths[start:stop], strict=True)
