@@ -94,8 +94,8 @@ class Source:
         counts = rows.index.counts
         kept = counts.tokens - counts.lost_tokens
         return (
-            f'{self.display_name}: {len(rows):,} rows with data.rows={data.rows}, {kept:,} of {counts.tokens:,} tokens in '
-            f'an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
+            f'{self.display_name}: {len(rows):,} rows with data.rows={data.rows}, {kept:,} of {counts.tokens:,} tokens '
+            f'in an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
             f'{format_percent(counts.lost_tokens / max(1, counts.tokens))} of the tokens'
         )
 
