@@ -46,7 +46,7 @@ def write_rows(text: Path, file: Path, tokenizer_file: Path) -> dict[str, Any]:
         facts[name] = {'documents': len(texts), 'bytes': sum(len(one.encode()) for one in texts), 'cut_fraction': cut}
     sizes = token_bytes(tokenizer)
     arrays |= {'token_bytes': sizes, 'end': np.int32(tokenizer.end_of_document)}
-    np.savez(file, **arrays)  # type: ignore[arg-type]
+    np.savez(file, **arrays)
     targets = arrays['validation'][:, 1:]
     facts['validation']['bytes_of_rows'] = int(sizes[targets].sum())
     return facts
