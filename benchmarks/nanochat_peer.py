@@ -45,8 +45,6 @@ from maxlm.training.state import TrainState, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 
 LAYERS, WIDTH, HEADS, EVALUATE_EVERY, TRACED = 4, 128, 2, 100, (1, 2, 10)
-# AdamW's rates depend on the width, for which configs/depth.py has 64 · depth.
-SCALE = (WIDTH / 768) ** -0.5
 SIZES = {
     'model.dim': WIDTH,
     'model.num_heads': HEADS,
@@ -58,12 +56,25 @@ SIZES = {
     'train.num_steps': STEPS,
     'train.global_batch_size': BATCH,
     'train.per_device_batch_size': 0,
-    'optimizer.adam_learning_rate': 0.004 * SCALE,
-    'optimizer.embedding_learning_rate': 0.2 * SCALE,
     'export.at_end': False,
 }
 # Settings with which maxlm computes what nanochat did in 2025.
-EQUAL = {'data.document_mask': False, 'model.norm_epsilon': float(np.finfo(np.float32).eps), 'guard.spike_window': 0}
+EQUAL = {
+    'data.document_mask': False,
+    'model.norm_epsilon': float(np.finfo(np.float32).eps),
+    'model.rope_theta': 10_000.0,
+    'guard.spike_window': 0,
+    'optimizer.learning_rate': 0.02,
+    'optimizer.adam_learning_rate': 0.004 * (WIDTH / 768) ** -0.5,
+    'optimizer.embedding_learning_rate': 0.2 * (WIDTH / 768) ** -0.5,
+    'optimizer.schedule': 'wsd',
+    'optimizer.wsd_decay_fraction': 0.2,
+    'optimizer.warmup_steps': 0,
+    'optimizer.min_learning_rate': 0.0,
+    'optimizer.muon_momentum': 0.95,
+    'optimizer.muon_momentum_warmup_steps': 300,
+    'optimizer.max_grad_norm': 1.0,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -71,6 +82,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog='benchmarks.nanochat_peer', allow_abbrev=False, description=__doc__)
     parser.add_argument('--nanochat', type=Path, required=True, help="directory of nanochat's source")
     parser.add_argument('--text', type=Path, required=True, help='directory of .txt, .rst and .md files')
+    parser.add_argument('--text-name', default='', help='source and license of the text, for the output')
     parser.add_argument('--work', type=Path, required=True, help='directory for rows and tokenizer')
     parser.add_argument('--output', type=Path, required=True, help='JSON file to write, or to continue')
     parser.add_argument('--sides', nargs='*', default=['nanochat', 'maxlm'], help='nanochat, nanochat-2025, maxlm')
@@ -85,7 +97,8 @@ def main(argv: list[str]) -> int:
     results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {'sides': {}}
     if not rows_file.exists() or 'rows' not in results:
         results['rows'] = write_rows(options.text, rows_file, options.work / 'tokenizer.json')
-    results['machine'] = machine()
+    results['text'] = options.text_name or results.get('text', options.text.name)
+    results['machine'] = {**results.get('machine', {}), **machine()}
     _write(options.output, results)
     if options.update:
         results['updates'] = compare_updates(options.nanochat, rows_file, options.work)
@@ -137,8 +150,15 @@ def run_nanochat(source: Path, rows: Path, work: Path, side: str, seed: int, **f
 
 def maxlm_config(changes: tuple[str, ...], seed: int = 0) -> tuple[Config, Layout]:
     """Returns the config of a side of maxlm, resolved for one device, and its layout."""
-    overrides = [f'{key}={value}' for key, value in SIZES.items()]
-    config = load(f'configs/depth.py:{LAYERS}', [*overrides, f'train.seed={seed}', *changes])
+    name = f'configs/depth.py:{LAYERS}'
+    recipe, overrides = load(name).optimizer, [f'{key}={value}' for key, value in SIZES.items()]
+    # The rates of AdamW are those of width 64 · depth, and are proportional to the root of its inverse.
+    scale = (64 * LAYERS / WIDTH) ** 0.5
+    overrides += [
+        f'optimizer.{rate}={getattr(recipe, rate) * scale:.12g}'
+        for rate in ('adam_learning_rate', 'embedding_learning_rate')
+    ]
+    config = load(name, [*overrides, f'train.seed={seed}', *changes])
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=VOCABULARY, windows=STEPS * BATCH)
     return config, make_layout(config.mesh, jax.devices()[:1])
 

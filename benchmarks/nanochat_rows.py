@@ -46,7 +46,7 @@ def write_rows(text: Path, file: Path, tokenizer_file: Path) -> dict[str, Any]:
         facts[name] = {'documents': len(texts), 'bytes': sum(len(one.encode()) for one in texts), 'cut_fraction': cut}
     sizes = token_bytes(tokenizer)
     arrays |= {'token_bytes': sizes, 'end': np.int32(tokenizer.end_of_document)}
-    np.savez(file, **arrays)  # type: ignore[arg-type]
+    np.savez(file, **arrays)
     targets = arrays['validation'][:, 1:]
     facts['validation']['bytes_of_rows'] = int(sizes[targets].sum())
     return facts
@@ -79,7 +79,7 @@ def rows_of(tokenizer: Tokenizer, texts: list[str]) -> tuple[np.ndarray, float]:
     end = np.int32(tokenizer.end_of_document)
     documents = [np.append(ids.astype(np.int32), end) for ids in tokenizer.encode_batch(texts)]
     lengths = np.array([len(document) for document in documents])
-    packed = pack_documents(lengths, SEQ_LEN)
+    packed = pack_documents(lengths, SEQ_LEN, keeps_rests=False)
     rows = []
     for start, stop in zip(packed.firsts[:-1], packed.firsts[1:], strict=True):
         pieces = zip(packed.documents[start:stop], packed.lengths[start:stop], strict=True)

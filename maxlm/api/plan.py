@@ -161,7 +161,7 @@ def why_estimated(config: Config, target: Target, *, estimate: bool) -> str:
 def planned_data(config: Config, vocab_size: int) -> Data:
     """Returns the values that a config takes from its data set, with defaults if the data set does not exist."""
     vocabulary = vocab_size or config.model.vocab_size
-    # Rows that begin at documents are counted, because they do not contain all tokens.
+    # Packed rows are counted, because they may not contain all tokens.
     if vocabulary and not config.train.num_epochs and config.data.rows == 'stream':
         return Data(vocabulary, windows=1)
     try:

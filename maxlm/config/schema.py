@@ -67,9 +67,10 @@ class DataConfig:
     # Shorter sequence lengths at the start of the run, each with the fraction of the steps at which it ends:
     # ((256, 0.5), (512, 0.8)). Sequences are split; the tokens of a batch and their order stay the same.
     seq_len_schedule: Annotated[tuple, Renamed('context_schedule')] = ()
-    # Training sequences. stream: consecutive tokens, which can begin within a document. documents: each begins at a
-    # document; the rest of a document that does not fit is not trained. Validation always reads the stream.
-    rows: Literal['stream', 'documents'] = 'stream'
+    # Training sequences. stream: consecutive tokens, which can begin within a document. documents: documents packed by
+    # best fit; each sequence begins at a document, and the rest of a document that does not fit is not trained.
+    # best_fit: as documents, but the rest begins the next sequence. Validation always reads the stream.
+    rows: Literal['stream', 'documents', 'best_fit'] = 'stream'
     # Seed of the order of the training sequences.
     seed: Seed = 0
     # Number of shards whose sequences are shuffled together and read before the next ones; 0 = all shards, or one shard
@@ -89,7 +90,7 @@ class DataConfig:
     # Number of worker processes that read batches; 0 = threads of this process. The order does not depend on it.
     num_workers: Annotated[int, Range(0, 1024), Renamed('workers')] = 0
     # Cache directory for shards downloaded from a bucket, before they are used, for prepared data of the hub, and for
-    # the indices of data.rows=documents.
+    # the indices of data.rows.
     cache_dir: Annotated[str, PathOption(Kind.DIRECTORY, keep_home=True), Renamed('cache')] = '~/.cache/maxlm'
     # Size limit of the cache in GiB; used shards are evicted. 0 = unlimited.
     cache_limit_gib: Annotated[float, Range(0, 1e9), Renamed('cache_gib')] = 0.0

@@ -174,10 +174,10 @@ def _check_context_schedule(data: DataConfig) -> None:
                 f'sequences; use a smaller divisor of {data.seq_len}'
             )
     _check_fractions('data.seq_len_schedule', data.seq_len_schedule)
-    if data.seq_len_schedule and data.rows == 'documents':
+    if data.seq_len_schedule and data.rows != 'stream':
         raise InputError(
-            f'data.seq_len_schedule={data.seq_len_schedule} with data.rows=documents: the parts of a split row would '
-            'not begin at documents; set data.seq_len_schedule=() or data.rows=stream'
+            f'data.seq_len_schedule={data.seq_len_schedule} with data.rows={data.rows}: the parts of a split row would '
+            'begin within documents; set data.seq_len_schedule=() or data.rows=stream'
         )
 
 

@@ -283,7 +283,7 @@ class TextBatches(BatchSource):
         if self._fim_ids is None:
             return {}
         end, is_token = self.corpus.first.end_of_document, batch['segments'] > 0
-        if self.corpus.data.rows == 'documents':
+        if self.corpus.data.rows != 'stream':
             # The first token of a row may be the end of no document.
             is_token[:, 0] &= batch['tokens'][:, 0] != end
         return {'data/fim_fraction': fim_fraction(batch['tokens'], is_token, self._fim_ids, end)}

@@ -56,7 +56,7 @@ def test_no_warning_below_the_limit_and_no_lines_without_weights(log):
     assert log.messages == []
 
 
-def test_rows_that_begin_at_documents_are_logged_for_each_source(log):
+def test_packed_rows_are_logged_for_each_source(log):
     make_stats(weighted=False, summary='900 of 1,000 tokens').log_start(200)
     assert log.messages == ['900 of 1,000 tokens'] * 2
 

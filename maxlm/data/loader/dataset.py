@@ -95,8 +95,8 @@ class TrainingData:
     @property
     def source_windows(self) -> list[int | None]:
         """Returns the number of windows in one epoch over each source; None if the source is still being prepared."""
-        # Rows that begin at documents are refused while the data is being prepared.
-        counted = [not source.is_growing or self.data.rows == 'documents' for source in self.sources]
+        # Rows packed by best fit are refused while the data is being prepared.
+        counted = [not source.is_growing or self.data.rows != 'stream' for source in self.sources]
         return [
             len(source.windows('train', self.data)) if is_counted else None
             for source, is_counted in zip(self.sources, counted, strict=True)

@@ -1,4 +1,4 @@
-"""Rows that begin at documents: an index of the documents of each row, and random access to the rows."""
+"""Rows packed by best fit: an index of the documents of each row, and random access to the rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowCounts:
         tokens: number of tokens of the shards.
         lost_tokens: number of tokens that no row contains, because their document was cut.
         documents: number of documents.
-        cut_documents: number of documents that were cut.
+        cut_documents: number of documents that do not fit into one row.
     """
 
     shard_rows: tuple[int, ...]
@@ -66,7 +66,7 @@ class RowIndex:
         self._map()
         # A crash of the machine can truncate files.
         if len(self._firsts) != sum(self.counts.shard_rows) + 1 or len(self._pieces) != self._firsts[-1]:
-            raise ValueError('a file is incomplete')
+            raise ValueError('a file is incomplete; delete the directory')
 
     def __getstate__(self) -> tuple[Path, RowCounts]:
         return self._directory, self.counts
@@ -87,23 +87,35 @@ class RowIndex:
 
 
 class DocumentSequences(Sequences):
-    """Random access to rows of up to T + 1 tokens that begin at documents; see `pack_documents`. Picklable.
+    """Random access to rows of up to T + 1 tokens that consist of documents; see `pack_documents`. Picklable.
 
     A row has T inputs and their targets, as a window does. If the tokenizer writes no token before texts, each row
-    begins with an end-of-document token, which predicts the first token of its first document. A row is a pure function
-    of its shard, so the rows of each epoch are the same, in another order.
+    begins with an end-of-document token, which predicts the first token of its first document. If the row begins within
+    a document, the token before it takes that place. A row is a pure function of its shard, so the rows of each epoch
+    are the same, in another order.
 
     Args:
         dataset, split, window, shards: see `Sequences`.
+        keeps_rests: see `pack_documents`.
         cache: directory of the indices.
         options: further arguments of `Sequences`.
     """
 
     def __init__(
-        self, dataset: DatasetManifest, split: str, window: int, *, shards: Sequence[Shard], cache: Path, **options: Any
+        self,
+        dataset: DatasetManifest,
+        split: str,
+        window: int,
+        *,
+        shards: Sequence[Shard],
+        keeps_rests: bool,
+        cache: Path,
+        **options: Any,
     ):
-        self._starts_at_end = not dataset.beginning_of_document
-        self.index = open_row_index(dataset, shards, window + (not self._starts_at_end), cache)
+        # Otherwise the first token of a document is no target and needs no token before it.
+        self._has_lead = not dataset.beginning_of_document
+        capacity = window + (not self._has_lead)
+        self.index = open_row_index(dataset, shards, capacity, keeps_rests=keeps_rests, cache=cache)
         super().__init__(dataset, split, window, shards=shards, **options)
 
     @property
@@ -116,12 +128,19 @@ class DocumentSequences(Sequences):
         if not 0 <= number < len(self):
             raise IndexError(number)
         shard = self.shard_of(number)
-        pieces = [read_tokens(self._reader, shard, start, length) for start, length in self.index.pieces(number)]
-        lead = [np.array([self._end_of_document], pieces[0].dtype)] if self._starts_at_end else []
-        return np.concatenate([*lead, *pieces])
+        pieces = self.index.pieces(number)
+        tokens = [read_tokens(self._reader, shard, start, length) for start, length in pieces]
+        if self._has_lead:
+            first = pieces[0][0]
+            # The end of the document before it, or the token before a rest. The first document of a shard has neither.
+            lead = read_tokens(self._reader, shard, first - 1, 1) if first else [self._end_of_document]
+            tokens.insert(0, np.array(lead, tokens[0].dtype))
+        return np.concatenate(tokens)
 
 
-def open_row_index(dataset: DatasetManifest, shards: Sequence[Shard], capacity: int, cache: Path) -> RowIndex:
+def open_row_index(
+    dataset: DatasetManifest, shards: Sequence[Shard], capacity: int, *, keeps_rests: bool, cache: Path
+) -> RowIndex:
     """Opens the index of the rows of `capacity` tokens, and writes it first if `cache` does not contain it.
 
     One shard at a time is in memory. Several processes may write the same index at the same time.
@@ -129,14 +148,14 @@ def open_row_index(dataset: DatasetManifest, shards: Sequence[Shard], capacity: 
     Raises:
         InputError: a shard is damaged, or the index cannot be written.
     """
-    contents = [VERSION, capacity, dataset.end_of_document, [shard.sha256 for shard in shards]]
+    contents = [VERSION, capacity, keeps_rests, dataset.end_of_document, [shard.sha256 for shard in shards]]
     directory = cache / 'rows' / hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
     partial = directory.with_name(f'.{directory.name}.{uuid.uuid4().hex}.partial')
     try:
         if not directory.exists():
             partial.mkdir(parents=True)
             try:
-                _write_index(partial, dataset, shards, capacity)
+                _write_index(partial, dataset, shards, capacity, keeps_rests=keeps_rests)
                 os.replace(partial, directory)
             except OSError:
                 # Another process was faster.
@@ -161,24 +180,26 @@ def read_tokens(reader: TokenReader, shard: int, start: int, length: int) -> np.
     return reader.read(shard, start - 1, start + 1)[1:] if start else reader.read(shard, 0, 2)[:1]
 
 
-def _write_index(directory: Path, dataset: DatasetManifest, shards: Sequence[Shard], capacity: int) -> None:
+def _write_index(
+    directory: Path, dataset: DatasetManifest, shards: Sequence[Shard], capacity: int, *, keeps_rests: bool
+) -> None:
     reader = TokenReader(dataset, shards, max_open=1)
     shard_rows, num_pieces, documents, lost, cut = [], 0, 0, 0, 0
     with (directory / PIECES).open('wb') as pieces_file, (directory / FIRSTS).open('wb') as firsts_file:
         for shard, entry in enumerate(shards):
             lengths = np.zeros(0, np.int64) if entry.tokens < 2 else _document_lengths(reader, shard, dataset)
-            packed = pack_documents(lengths, capacity)
+            packed = pack_documents(lengths, capacity, keeps_rests=keeps_rests)
             pieces = np.zeros(len(packed.documents), PIECE)
-            pieces['start'] = (np.cumsum(lengths) - lengths)[packed.documents]
+            pieces['start'] = (np.cumsum(lengths) - lengths)[packed.documents] + packed.starts
             pieces['length'] = packed.lengths
             _append(pieces_file, pieces)
             _append(firsts_file, (packed.firsts[:-1] + num_pieces).astype('<i8'))
-            rests = lengths[packed.documents] - packed.lengths
+            is_cut = (packed.starts == 0) & (packed.lengths < lengths[packed.documents])
             shard_rows.append(len(packed.firsts) - 1)
             num_pieces += len(pieces)
             documents += len(lengths)
-            lost += int(rests.sum())
-            cut += int(np.count_nonzero(rests))
+            lost += int(lengths.sum() - packed.lengths.sum())
+            cut += int(np.count_nonzero(is_cut))
         _append(firsts_file, np.array([num_pieces], '<i8'))
     counts = RowCounts(tuple(shard_rows), sum(shard.tokens for shard in shards), lost, documents, cut)
     (directory / COUNTS).write_text(json.dumps(dataclasses.asdict(counts)))

@@ -27,7 +27,7 @@ HUB = 'hf:'
 # Interval between checks for the first shards of a dataset in preparation, and seconds until the wait is reported.
 POLL_SECONDS = 0.2
 REPORT_SECONDS = 10.0
-# Above this fraction of lost tokens, rows that begin at documents are refused: the data has hardly any boundaries.
+# Above this fraction of lost tokens, packed rows are refused: the data has hardly any boundaries.
 MAX_LOST_FRACTION = 0.9
 
 
@@ -64,12 +64,12 @@ class Source:
         beginning_of_document: Sequence[int] | None = None,
         marked: bool = False,
     ) -> Sequences:
-        """Returns the rows of a split. Those of the train split begin at documents with `data.rows=documents`.
+        """Returns the rows of a split. Those of the train split depend on `data.rows`.
 
         Raises:
-            InputError: the rows cannot begin at documents, or a shard is damaged.
+            InputError: the documents cannot be packed, or a shard is damaged.
         """
-        if split == 'train' and data.rows == 'documents':
+        if split == 'train' and data.rows != 'stream':
             return self._document_rows(data, beginning_of_document)
         # A deleted file uses disk space until it is closed, so files of the previous pool must not stay open.
         max_open = data.shuffle_shards if self.url and data.cache_limit_gib and data.shuffle_shards else OPEN_SHARDS
@@ -87,20 +87,20 @@ class Source:
         )
 
     def row_summary(self, data: DataConfig) -> str:
-        """Returns a line about the rows of an epoch that begin at documents; '' for rows of the stream."""
-        if data.rows != 'documents' or self.is_growing:
+        """Returns a line about the packed rows of an epoch; '' for rows of the stream."""
+        if data.rows == 'stream' or self.is_growing:
             return ''
         rows = self._document_rows(data)
         counts = rows.index.counts
         kept = counts.tokens - counts.lost_tokens
         return (
-            f'{self.display_name}: {len(rows):,} rows that begin at documents, {kept:,} of {counts.tokens:,} tokens in '
-            f'an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
+            f'{self.display_name}: {len(rows):,} rows with data.rows={data.rows}, {kept:,} of {counts.tokens:,} tokens '
+            f'in an epoch; {counts.cut_documents:,} of {counts.documents:,} documents are cut, which loses '
             f'{format_percent(counts.lost_tokens / max(1, counts.tokens))} of the tokens'
         )
 
     def _document_rows(self, data: DataConfig, beginning_of_document: Sequence[int] | None = None) -> DocumentSequences:
-        """Returns the rows of the train split that begin at documents. Raises InputError if this is not possible."""
+        """Returns the packed rows of the train split. Raises InputError if this is not possible."""
         reason = ''
         if self.url:
             reason = (
@@ -111,12 +111,13 @@ class Source:
         elif self.dataset.masked:
             reason = 'contains conversations, whose documents are packed with maxlm prepare --pack-seq-len'
         if reason:
-            raise InputError(f'data.rows=documents: {self.display_name} {reason}, or set data.rows=stream')
+            raise InputError(f'data.rows={data.rows}: {self.display_name} {reason}, or set data.rows=stream')
         rows = DocumentSequences(
             self.dataset,
             'train',
             data.seq_len,
             shards=self.shards('train'),
+            keeps_rests=data.rows == 'best_fit',
             cache=Path(data.cache_dir).expanduser(),
             isolate_documents=data.document_mask,
             train_first_token=data.train_first_token,
@@ -125,10 +126,10 @@ class Source:
         counts = rows.index.counts
         if counts.lost_tokens > MAX_LOST_FRACTION * counts.tokens:
             raise InputError(
-                f'data.rows=documents: {self.display_name} has {counts.documents:,} documents in {counts.tokens:,} '
+                f'data.rows={data.rows}: {self.display_name} has {counts.documents:,} documents in {counts.tokens:,} '
                 f'tokens, so rows of data.seq_len={data.seq_len} tokens would lose '
-                f'{format_percent(counts.lost_tokens / counts.tokens)} of the tokens; set data.rows=stream, or prepare '
-                'text with document boundaries'
+                f'{format_percent(counts.lost_tokens / counts.tokens)} of the tokens; set '
+                'data.rows=best_fit or stream, or prepare text with document boundaries'
             )
         return rows
 

@@ -155,7 +155,7 @@ def test_a_run_with_rows_that_begin_at_documents_resumes_exactly(datasets, tmp_p
     }
     uninterrupted, resumed = tmp_path / 'uninterrupted', tmp_path / 'resumed'
     assert run(datasets / 'letters', uninterrupted, **settings) == EXIT_DONE
-    assert 'rows that begin at documents' in capsys.readouterr().out
+    assert 'rows with data.rows=documents, ' in capsys.readouterr().out
     lines = curve(uninterrupted)
     shutil.copytree(uninterrupted, resumed)
     for later in (3, 4):

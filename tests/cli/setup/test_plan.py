@@ -243,5 +243,5 @@ def test_rows_that_begin_at_documents_are_counted(run, tmp_path):
     options = [f'--config.data.{key}={value}' for key, value in keys.items()]
     code, out, err = run('tiny.py', 'cpu:1', *options, '--estimate', '--vocab-size=512')
     assert code == EXIT_DONE
-    assert 'rows that begin at documents' in out + err
+    assert 'rows with data.rows=documents, ' in out + err
     assert f'of {data.splits["train"].tokens:,} tokens in an epoch' in out + err

@@ -1,6 +1,7 @@
 """Tests rows that begin at documents: their contents, counts, order and errors."""
 
 import dataclasses
+import itertools
 import pickle
 import shutil
 
@@ -26,28 +27,32 @@ def rows_config(make_dataset, random_shards, tmp_path):
     return DataConfig(path=str(dataset.path), seq_len=16, rows='documents', cache_dir=str(tmp_path / 'cache'))
 
 
-def open_rows(dataset, window, cache, **options):
-    return DocumentSequences(dataset, 'train', window, shards=dataset.splits['train'].shards, cache=cache, **options)
+def open_rows(dataset, window, cache, *, keeps_rests=False, **options):
+    shards = dataset.splits['train'].shards
+    return DocumentSequences(dataset, 'train', window, shards=shards, keeps_rests=keeps_rests, cache=cache, **options)
 
 
-def expected_streams(shards, capacity, lead):
+def expected_streams(shards, capacity, *, has_lead, keeps_rests=False):
     """Computes the rows from the documents."""
     streams = []
     for documents in shards:
         ended = [[*document, END] for document in documents]
-        packed = pack_documents(np.array([len(document) for document in ended]), capacity)
-        for start, stop in zip(packed.firsts[:-1], packed.firsts[1:], strict=True):
-            pieces = zip(packed.documents[start:stop], packed.lengths[start:stop], strict=True)
-            streams.append([*lead, *(token for document, length in pieces for token in ended[document][:length])])
+        packed = pack_documents(np.array([len(document) for document in ended]), capacity, keeps_rests=keeps_rests)
+        for row in itertools.pairwise(packed.firsts):
+            pieces = [(packed.documents[i], packed.starts[i], packed.lengths[i]) for i in range(*row)]
+            document, start, _ = pieces[0]
+            lead = [ended[document][start - 1] if start else END] if has_lead else []
+            streams.append([*lead, *(token for d, start, n in pieces for token in ended[d][start : start + n])])
     return streams
 
 
+@pytest.mark.parametrize('keeps_rests', [True, False])
 @pytest.mark.parametrize('window', [2, 7, BLOCK, 3 * BLOCK, 1000])
-def test_rows_contain_the_packed_documents(make_dataset, random_shards, tmp_path, window):
+def test_rows_contain_the_packed_documents(make_dataset, random_shards, tmp_path, window, keeps_rests):
     # A document without tokens, at the beginning, within and at the end of a shard.
     shards = [[[], *random_shards[0], [], [4], []], *random_shards[1:]]
-    rows = open_rows(make_dataset(shards, block=BLOCK), window, tmp_path)
-    expected = expected_streams(shards, window, [END])
+    rows = open_rows(make_dataset(shards, block=BLOCK), window, tmp_path, keeps_rests=keeps_rests)
+    expected = expected_streams(shards, window, has_lead=True, keeps_rests=keeps_rests)
     assert [rows.stream(number).tolist() for number in range(len(rows))] == expected
     assert [rows.shard_of(number) for number in range(len(rows))] == sorted(
         shard for shard, count in enumerate(rows.shard_windows) for _ in range(count)
@@ -61,7 +66,7 @@ def test_rows_begin_with_the_token_that_the_tokenizer_writes(make_dataset, rando
     dataset = dataclasses.replace(make_dataset(shards, block=BLOCK), beginning_of_document=(BEGINNING,))
     rows = open_rows(dataset, 16, tmp_path)
     # Such a row needs no end of document, so a target more fits.
-    assert [rows.stream(number).tolist() for number in range(len(rows))] == expected_streams(shards, 17, [])
+    assert [rows.stream(number).tolist() for number in range(len(rows))] == expected_streams(shards, 17, has_lead=False)
     assert {rows.stream(number)[0] for number in range(len(rows))} == {BEGINNING}
 
 
@@ -93,14 +98,27 @@ def test_counts_are_those_of_the_rows(make_dataset, random_shards, tmp_path):
     assert 0 < counts.cut_documents < counts.documents
 
 
+def test_rests_are_trained_in_the_next_row(make_dataset, random_shards, tmp_path):
+    dataset = make_dataset(random_shards, block=BLOCK)
+    rows = open_rows(dataset, 16, tmp_path, keeps_rests=True)
+    assert (rows.index.counts.lost_tokens, rows.index.counts.documents) == (0, dataset.splits['train'].documents)
+    targets = [
+        int(t) for i in range(len(rows)) for t, w in zip(rows[i]['targets'], rows[i]['weights'], strict=True) if w
+    ]
+    tokens = [token for documents in random_shards for document in documents for token in [*document, END]]
+    # Each token is a target exactly once.
+    assert sorted(targets) == sorted(tokens)
+
+
 def test_an_index_is_read_again_and_belongs_to_its_settings(make_dataset, random_shards, tmp_path, monkeypatch):
     dataset = make_dataset(random_shards, block=BLOCK)
     rows = open_rows(dataset, 16, tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr('maxlm.data.loader.document_rows.pack_documents', None)
         again = open_rows(dataset, 16, tmp_path)
-        with pytest.raises(TypeError):
-            open_rows(dataset, 15, tmp_path)
+        for settings in ({'window': 15}, {'keeps_rests': True}):
+            with pytest.raises(TypeError):
+                open_rows(dataset, **{'window': 16, 'cache': tmp_path, **settings})
     assert len(list((tmp_path / 'rows').iterdir())) == 1
     copied = pickle.loads(pickle.dumps(again))
     assert len(pickle.dumps(again)) < 5000
@@ -160,7 +178,7 @@ def test_summary(rows_config, tmp_path):
     corpus = open_training_data(rows_config)
     counts = open_rows(corpus.first, 16, tmp_path).index.counts
     line = corpus.sources[0].row_summary(rows_config)
-    assert f'{corpus.training_windows:,} rows' in line
+    assert f'{corpus.training_windows:,} rows with data.rows=documents' in line
     assert f'{counts.tokens - counts.lost_tokens:,} of {counts.tokens:,} tokens' in line
     assert corpus.sources[0].row_summary(dataclasses.replace(rows_config, rows='stream')) == ''
 
@@ -186,10 +204,11 @@ def test_data_whose_documents_are_not_known_is_refused(
 def test_text_without_document_boundaries_is_refused(make_dataset, tmp_path):
     dataset = make_dataset([[[5] * 400]])
     data = DataConfig(path=str(dataset.path), seq_len=16, rows='documents', cache_dir=str(tmp_path))
-    with pytest.raises(InputError, match=r'1 documents in 401 tokens.*data\.seq_len=16.*data\.rows=stream'):
+    with pytest.raises(InputError, match=r'1 documents in 401 tokens.*set data\.rows=best_fit or stream'):
         _ = open_training_data(data).training_windows
-    # The same text has one row of the stream for each 16 tokens.
-    assert open_training_data(dataclasses.replace(data, rows='stream')).training_windows == 25
+    # Other rows, of 16 targets each, lose nothing. The first token of the stream is no target.
+    assert open_training_data(dataclasses.replace(data, rows='stream')).training_windows == 400 // 16
+    assert open_training_data(dataclasses.replace(data, rows='best_fit')).training_windows == 401 // 16 + 1
 
 
 def test_a_deleted_index_is_written_again(rows_config, tmp_path):
