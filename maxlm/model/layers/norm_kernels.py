@@ -33,7 +33,7 @@ ROW_AXES, VECTOR_AXES = STREAM_AXES[:2], ('norm',)
 SUMS_AXES = (*ROW_AXES, 'activation', 'activation', 'activation')
 
 
-class Plan(NamedTuple):
+class FusedNorm(NamedTuple):
     """Static properties of a fused addition and normalization.
 
     Attributes:
@@ -52,7 +52,11 @@ class Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def add_and_normalize(
-    stream_RD: jax.Array, branch_RD: jax.Array | None, scale_D: jax.Array | None, bias_D: jax.Array | None, plan: Plan
+    stream_RD: jax.Array,
+    branch_RD: jax.Array | None,
+    scale_D: jax.Array | None,
+    bias_D: jax.Array | None,
+    plan: FusedNorm,
 ) -> tuple[jax.Array | None, jax.Array]:
     """Returns the stream plus the branch, and the normalized sum, as `maxlm.model.layers.norm.normalize` computes it.
 
@@ -67,7 +71,11 @@ def add_and_normalize(
 
 
 def _forward(
-    stream_RD: jax.Array, branch_RD: jax.Array | None, scale_D: jax.Array | None, bias_D: jax.Array | None, plan: Plan
+    stream_RD: jax.Array,
+    branch_RD: jax.Array | None,
+    scale_D: jax.Array | None,
+    bias_D: jax.Array | None,
+    plan: FusedNorm,
 ) -> tuple[tuple[jax.Array | None, jax.Array], Any]:
     inputs = _present(stream=stream_RD, branch=branch_RD, scale=scale_D, bias=bias_D)
     outputs: dict[str, Axes] = {'normed': STREAM_AXES, 'inverse': ROW_AXES}
@@ -82,7 +90,7 @@ def _forward(
     return (sum_RD if plan.returns_sum else None, found['normed']), (kept, None if branch_RD is None else ())
 
 
-def _backward(plan: Plan, residuals: Any, gradients: tuple[jax.Array | None, jax.Array]) -> tuple[Any, ...]:
+def _backward(plan: FusedNorm, residuals: Any, gradients: tuple[jax.Array | None, jax.Array]) -> tuple[Any, ...]:
     kept, branch = residuals
     of_sum_RD, of_normed_RD = gradients
     names = [name for name in ('scale', 'bias') if name in kept]
@@ -105,7 +113,9 @@ def _present(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _per_device(run: Any, inputs: dict[str, jax.Array], outputs: dict[str, Axes], plan: Plan) -> dict[str, jax.Array]:
+def _per_device(
+    run: Any, inputs: dict[str, jax.Array], outputs: dict[str, Axes], plan: FusedNorm
+) -> dict[str, jax.Array]:
     """Runs `run(inputs, outputs, plan)` on the rows of each device, because XLA cannot partition a kernel.
 
     The backward pass does the same. Through `per_shard`, JAX would add the gradients of devices with equal rows.
@@ -143,7 +153,7 @@ def _shape(x_RD: jax.Array) -> _Shape:
     return _Shape(x_RD.size // D, D, N, W, N * W // PER_THREAD // THREADS_PER_WARP)
 
 
-def _run_forward(inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: Plan) -> dict[str, jax.Array]:
+def _run_forward(inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: FusedNorm) -> dict[str, jax.Array]:
     stream_RD = inputs['stream']
     shape = _shape(stream_RD)
     rows = jax.ShapeDtypeStruct((shape.R,), jnp.float32)
@@ -154,7 +164,7 @@ def _run_forward(inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: P
 
 
 def _run_backward(
-    inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: Plan, names: tuple[str, ...]
+    inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: FusedNorm, names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     stream_RD = inputs['stream']
     shape = _shape(stream_RD)
@@ -181,7 +191,7 @@ def _call(
     outputs: dict[str, jax.ShapeDtypeStruct],
     shape: _Shape,
     programs: int,
-    plan: Plan,
+    plan: FusedNorm,
 ) -> dict[str, jax.Array]:
     # Imported here, because the import takes half a second.
     from jax.experimental import pallas as pl
