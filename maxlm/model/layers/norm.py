@@ -77,9 +77,9 @@ class Norm(nnx.Module):
 
     def _run_kernel(self, stream: jax.Array, branch: jax.Array | None, *, returns_sum: bool) -> tuple[Any, jax.Array]:
         assert self.partitioning is not None
-        plan = FusedNorm(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
+        norm = FusedNorm(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
         with jax.named_scope('norm'):
-            return add_and_normalize(stream, branch, *self._parameters(), plan)
+            return add_and_normalize(stream, branch, *self._parameters(), norm)
 
     def _parameters(self) -> tuple[jax.Array | None, jax.Array | None]:
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))
