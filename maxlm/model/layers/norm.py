@@ -17,7 +17,7 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.layers.linear import parameter
-from maxlm.model.layers.norm_kernels import Plan, add_and_normalize
+from maxlm.model.layers.norm_kernels import FusedNorm, add_and_normalize
 from maxlm.parallel.partitioning import Partitioning
 
 
@@ -77,9 +77,9 @@ class Norm(nnx.Module):
 
     def _run_kernel(self, stream: jax.Array, branch: jax.Array | None, *, returns_sum: bool) -> tuple[Any, jax.Array]:
         assert self.partitioning is not None
-        plan = Plan(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
+        norm = FusedNorm(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
         with jax.named_scope('norm'):
-            return add_and_normalize(stream, branch, *self._parameters(), plan)
+            return add_and_normalize(stream, branch, *self._parameters(), norm)
 
     def _parameters(self) -> tuple[jax.Array | None, jax.Array | None]:
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))

@@ -33,7 +33,7 @@ ROW_AXES, VECTOR_AXES = STREAM_AXES[:2], ('norm',)
 SUMS_AXES = (*ROW_AXES, 'activation', 'activation', 'activation')
 
 
-class Plan(NamedTuple):
+class FusedNorm(NamedTuple):
     """Static properties of a fused addition and normalization.
 
     Attributes:
@@ -52,7 +52,11 @@ class Plan(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def add_and_normalize(
-    stream_RD: jax.Array, branch_RD: jax.Array | None, scale_D: jax.Array | None, bias_D: jax.Array | None, plan: Plan
+    stream_RD: jax.Array,
+    branch_RD: jax.Array | None,
+    scale_D: jax.Array | None,
+    bias_D: jax.Array | None,
+    norm: FusedNorm,
 ) -> tuple[jax.Array | None, jax.Array]:
     """Returns the stream plus the branch, and the normalized sum, as `maxlm.model.layers.norm.normalize` computes it.
 
@@ -61,28 +65,32 @@ def add_and_normalize(
         branch_RD: output of the branch, in the dtype of the stream; None means 0.
         scale_D: factors, float32; None means 1.
         bias_D: summands, float32; None means 0.
-        plan: properties of the computation. Without `returns_sum`, the first result is None.
+        norm: properties of the normalization. Without `returns_sum`, the first result is None.
     """
-    return _forward(stream_RD, branch_RD, scale_D, bias_D, plan)[0]
+    return _forward(stream_RD, branch_RD, scale_D, bias_D, norm)[0]
 
 
 def _forward(
-    stream_RD: jax.Array, branch_RD: jax.Array | None, scale_D: jax.Array | None, bias_D: jax.Array | None, plan: Plan
+    stream_RD: jax.Array,
+    branch_RD: jax.Array | None,
+    scale_D: jax.Array | None,
+    bias_D: jax.Array | None,
+    norm: FusedNorm,
 ) -> tuple[tuple[jax.Array | None, jax.Array], Any]:
     inputs = _present(stream=stream_RD, branch=branch_RD, scale=scale_D, bias=bias_D)
     outputs: dict[str, Axes] = {'normed': STREAM_AXES, 'inverse': ROW_AXES}
-    if plan.is_centered:
+    if norm.is_centered:
         outputs['mean'] = ROW_AXES
     if branch_RD is not None:
         outputs['sum'] = STREAM_AXES
-    found = _per_device(_run_forward, inputs, outputs, plan)
+    found = _per_device(_run_forward, inputs, outputs, norm)
     sum_RD = found.get('sum', stream_RD)
     kept = _present(stream=sum_RD, inverse=found['inverse'], mean=found.get('mean'), scale=scale_D, bias=bias_D)
-    # Residuals must be arrays, so their structure tells whether there is a branch.
-    return (sum_RD if plan.returns_sum else None, found['normed']), (kept, None if branch_RD is None else ())
+    # Residuals must be arrays, so an empty tuple stands for the branch.
+    return (sum_RD if norm.returns_sum else None, found['normed']), (kept, None if branch_RD is None else ())
 
 
-def _backward(plan: Plan, residuals: Any, gradients: tuple[jax.Array | None, jax.Array]) -> tuple[Any, ...]:
+def _backward(norm: FusedNorm, residuals: Any, gradients: tuple[jax.Array | None, jax.Array]) -> tuple[Any, ...]:
     kept, branch = residuals
     of_sum_RD, of_normed_RD = gradients
     names = [name for name in ('scale', 'bias') if name in kept]
@@ -91,7 +99,7 @@ def _backward(plan: Plan, residuals: Any, gradients: tuple[jax.Array | None, jax
     outputs: dict[str, Axes] = {'of_stream': STREAM_AXES}
     if names:
         outputs['sums'] = SUMS_AXES
-    found = _per_device(partial(_run_backward, names=tuple(names)), inputs, outputs, plan)
+    found = _per_device(partial(_run_backward, names=tuple(names)), inputs, outputs, norm)
     of_parameters = dict(zip(names, found['sums'].sum((0, 1, 2)), strict=True)) if names else {}
     of_stream_RD = found['of_stream']
     of_branch_RD = None if branch is None else of_stream_RD
@@ -105,13 +113,15 @@ def _present(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _per_device(run: Any, inputs: dict[str, jax.Array], outputs: dict[str, Axes], plan: Plan) -> dict[str, jax.Array]:
-    """Runs `run(inputs, outputs, plan)` on the rows of each device, because XLA cannot partition a kernel.
+def _per_device(
+    run: Any, inputs: dict[str, jax.Array], outputs: dict[str, Axes], norm: FusedNorm
+) -> dict[str, jax.Array]:
+    """Runs `run(inputs, outputs, norm)` on the rows of each device, because XLA cannot partition a kernel.
 
     The backward pass does the same. Through `per_shard`, JAX would add the gradients of devices with equal rows.
     """
-    on_device = partial(run, outputs=tuple(outputs), plan=plan)
-    partitioning = plan.partitioning
+    on_device = partial(run, outputs=tuple(outputs), norm=norm)
+    partitioning = norm.partitioning
     if any(partitioning.num_shards(axis) > 1 for axis in (*ROW_AXES, 'heads')):
         in_axes = {name: _axes_of(name) for name in inputs}
         return partitioning.per_shard(on_device, [in_axes], outputs)(inputs)
@@ -143,18 +153,18 @@ def _shape(x_RD: jax.Array) -> _Shape:
     return _Shape(x_RD.size // D, D, N, W, N * W // PER_THREAD // THREADS_PER_WARP)
 
 
-def _run_forward(inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: Plan) -> dict[str, jax.Array]:
+def _run_forward(inputs: dict[str, jax.Array], outputs: tuple[str, ...], norm: FusedNorm) -> dict[str, jax.Array]:
     stream_RD = inputs['stream']
     shape = _shape(stream_RD)
     rows = jax.ShapeDtypeStruct((shape.R,), jnp.float32)
     types = {name: rows if name in ('mean', 'inverse') else _rows_of(stream_RD, shape) for name in outputs}
-    kernel = partial(_forward_kernel, shape=shape, is_centered=plan.is_centered, epsilon=plan.epsilon)
-    found = _call(kernel, 'add_and_normalize', inputs, types, shape, shape.num_tiles, plan)
+    kernel = partial(_forward_kernel, shape=shape, is_centered=norm.is_centered, epsilon=norm.epsilon)
+    found = _call(kernel, 'add_and_normalize', inputs, types, shape, shape.num_tiles, norm)
     return {name: x.reshape(stream_RD.shape[: -1 if x.ndim == 1 else None]) for name, x in found.items()}
 
 
 def _run_backward(
-    inputs: dict[str, jax.Array], outputs: tuple[str, ...], plan: Plan, names: tuple[str, ...]
+    inputs: dict[str, jax.Array], outputs: tuple[str, ...], norm: FusedNorm, names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     stream_RD = inputs['stream']
     shape = _shape(stream_RD)
@@ -163,9 +173,9 @@ def _run_backward(
         'of_stream': _rows_of(stream_RD, shape),
         'sums': jax.ShapeDtypeStruct((programs, len(names), shape.D), jnp.float32),
     }
-    kernel = partial(_backward_kernel, shape=shape, programs=programs, names=names, is_centered=plan.is_centered)
+    kernel = partial(_backward_kernel, shape=shape, programs=programs, names=names, is_centered=norm.is_centered)
     types = {name: types[name] for name in outputs}
-    found = _call(kernel, 'add_and_normalize_backward', inputs, types, shape, programs, plan)
+    found = _call(kernel, 'add_and_normalize_backward', inputs, types, shape, programs, norm)
     shapes = {'of_stream': stream_RD.shape, 'sums': (1, 1, *types['sums'].shape) if names else ()}
     return {name: x.reshape(shapes[name]) for name, x in found.items()}
 
@@ -181,7 +191,7 @@ def _call(
     outputs: dict[str, jax.ShapeDtypeStruct],
     shape: _Shape,
     programs: int,
-    plan: Plan,
+    norm: FusedNorm,
 ) -> dict[str, jax.Array]:
     # Imported here, because the import takes half a second.
     from jax.experimental import pallas as pl
@@ -195,7 +205,7 @@ def _call(
         out_shape=outputs,
         grid=(programs,),
         compiler_params=triton.CompilerParams(num_warps=shape.warps),
-        interpret=plan.partitioning.platform == 'cpu',
+        interpret=norm.partitioning.platform == 'cpu',
         name=name,
     )
     found: dict[str, jax.Array] = call({key: flat(key, x) for key, x in inputs.items()})

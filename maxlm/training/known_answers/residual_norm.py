@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import ModelConfig
-from maxlm.model.layers.norm_kernels import Plan, add_and_normalize
+from maxlm.model.layers.norm_kernels import FusedNorm, add_and_normalize
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.training.known_answers.answer import KnownAnswer, floats, normal
 
@@ -24,7 +24,7 @@ def residual_norm_answer(model: ModelConfig, rows: int) -> KnownAnswer:
     rng, D = np.random.default_rng(0), model.dim
     arrays = [normal(rng, (rows, D), model.dtype) for _ in range(4)]
     vectors = [rng.standard_normal(D, np.float32) for _ in range(2)]
-    plan = Plan(model.norm == 'layernorm', model.norm_epsilon, True, SINGLE_DEVICE)
+    plan = FusedNorm(model.norm == 'layernorm', model.norm_epsilon, True, SINGLE_DEVICE)
 
     def run(*inputs: jax.Array) -> tuple[jax.Array, ...]:
         return _with_gradients(lambda *arguments: add_and_normalize(*arguments, plan), *inputs)
