@@ -153,7 +153,7 @@ def _settings(sizes: Mapping[str, Any], version: ModelVersion, pattern: str, dty
     # The last layer has no window. A window excludes the token itself in nanochat, and is a quarter of the length,
     # rounded up to a multiple of 128.
     window = -(-length // (4 * 128)) * 128 + 1
-    letters = ((pattern * L)[: L - 1] + 'L') if window < length else L * 'L'
+    letters = ((pattern[:L] * L)[: L - 1] + 'L') if window < length else L * 'L'
     of_layers = {'backout_layer': L // 2, 'value_embedding_pattern': 'NV'[-L:]} if version is PRESENT else {}
     return {
         'family': 'nanochat',

@@ -26,6 +26,8 @@ from maxlm.storage.regular_files import open_regular
 MAX_PICKLE_BYTES = 2**21
 # Maximum size of the list of the archive's entries, which has about 70 bytes per tensor.
 MAX_DIRECTORY_BYTES = 2**22
+# The product of many large sizes takes long.
+_MAX_AXES, _MAX_SIZE = 8, 2**48
 _REBUILD = 'torch._utils._rebuild_tensor_v2'
 DTYPES: dict[str, Any] = {
     'torch.FloatStorage': np.dtype('<f4'),
@@ -118,7 +120,7 @@ class TorchTensors:
                     tuple(strides),
                     *_,
                 ),
-            ) if function == _REBUILD and all(type(size) is int and size >= 0 for size in (*shape, *strides)):
+            ) if function == _REBUILD and _is_size(count) and _are_sizes(shape) and _are_sizes(strides):
                 pass
             case _:
                 raise InputError(f'{where} is no plain tensor; save the state dict of the model')
@@ -133,6 +135,14 @@ class TorchTensors:
         if (found := archive.getinfo(entry).file_size) != (size := count * DTYPES[kind].itemsize):
             raise InputError(f'{where}: its storage has {found:,} bytes instead of {size:,}; {_AGAIN}')
         self.shapes[name], self.dtypes[name], self._entries[name] = shape, DTYPES[kind], entry
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_SIZE
+
+
+def _are_sizes(values: tuple[Any, ...]) -> bool:
+    return len(values) <= _MAX_AXES and all(map(_is_size, values))
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ BASE = torch.arange(12.0).reshape(3, 4)
         ({'a': BASE.to(torch.float8_e4m3fn)}, 'which is not allowed'),
         ({'a': BASE.to_sparse()}, 'which is not allowed'),
         ({'a': 1}, 'tensor a is no plain tensor'),
+        ({'a': torch.zeros([1] * 9)}, 'tensor a is no plain tensor'),
         ({'a': BASE, '_orig_mod.a': BASE.clone()}, 'with and without the prefix _orig_mod.'),
         ({1: BASE}, 'no dict of named tensors'),
         ([BASE], 'no dict of named tensors'),
