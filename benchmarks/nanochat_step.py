@@ -7,6 +7,7 @@ compared. All layers attend to the whole sequence, as a GPT-2 does.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -37,10 +38,10 @@ def nanochat_classes(folder: str) -> tuple[Any, Any]:
     os.environ.setdefault('NANOCHAT_DTYPE', 'bfloat16')
     sys.path.insert(0, folder)
     try:
-        from nanochat.gpt import GPT, GPTConfig
+        module = importlib.import_module('nanochat.gpt')
     except ImportError as error:
         raise InputError(f'--nanochat={folder}: {error}; give the directory that contains nanochat/gpt.py') from error
-    return GPT, GPTConfig
+    return module.GPT, module.GPTConfig
 
 
 def make_nanochat(classes: tuple[Any, Any], config: Config, device: str, compiled: Callable[[Any], Any]) -> Nanochat:
