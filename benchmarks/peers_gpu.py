@@ -115,7 +115,8 @@ class Side:
 
 def measure(names: Sequence[str], task: Task, rounds: int) -> dict[str, Any]:
     """Measures all sides in turns. Sides whose batch does not fit into the memory are absent from the result."""
-    sides, together = [], True
+    sides: list[Side] = []
+    together = True
     waiting = [Side(name, task) for name in names]
     try:
         for side in waiting:

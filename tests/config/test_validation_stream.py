@@ -11,7 +11,10 @@ from tests.small import model_keys, small_config
     [
         ({'smear_channels': 33}, r'model\.smear_channels=33 exceeds model\.dim=32.*set it to 32 or less'),
         ({'smear_channels': -1}, r'model\.smear_channels'),
-        ({'backout_layer': 2}, r'model\.backout_layer=2 is none of the layers 0 to 1; use 1 as nanochat, or -1 for none'),
+        (
+            {'backout_layer': 2},
+            r'model\.backout_layer=2 is none of the layers 0 to 1; use 1 as nanochat, or -1 for none',
+        ),
         ({'backout_layer': -2}, r'model\.backout_layer'),
     ],
 )

@@ -54,8 +54,8 @@ class OptimizerConfig:
     muon_row_equilibration: bool = False
     # muon: scale each result to the Frobenius norm of an orthogonal matrix, √min(inputs, outputs) (Muon+).
     muon_renormalize: bool = False
-    # muon: divide each row of the result, or each column if there are more columns, by the root of a moving average of
-    # its mean square with this decay (Li et al. 2025, "NorMuon"); 0 = off.
+    # muon: divide each row of the result by the root of a moving average of its mean square; with more columns than
+    # rows, each column (Li et al. 2025, "NorMuon"). This is the decay of the average; 0 = off.
     muon_beta2: FractionBelow1 = 0.0
     # muon: multiply the weight decay of a matrix by √max(1, outputs / inputs), as its update.
     muon_scaled_decay: bool = False
