@@ -182,6 +182,7 @@ def required(command, replaced):
         'hf export': ['--checkpoint=in', '--output=out'],
         'hf export-adapter': ['--checkpoint=in', '--output=out'],
         'hf export-gguf': ['--checkpoint=in', '--output=out'],
+        'hf export-nanochat': ['--checkpoint=in', '--output=out'],
     }[command]
     others = [word for word in words if word.partition('=')[0] != replaced]
     # Positional arguments have no name on the command line.
