@@ -120,7 +120,8 @@ def transformers_model(config: Config) -> tuple[Any, Callable[[Any, Any], Any]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     settings = {**to_config(config.model), 'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**settings, use_cache=False, attn_implementation='sdpa'))
+    settings['attn_implementation'] = 'sdpa'
+    model = GPT2LMHeadModel(GPT2Config(**settings, use_cache=False))
 
     def loss_of(tokens: Any, targets: Any) -> Any:
         logits = model(tokens).logits
