@@ -88,3 +88,15 @@ def test_maxlm_learns_the_rows(small, tmp_path):
 def test_a_directory_without_nanochat_is_an_error(small, tmp_path, capsys):
     assert exit_code(nanochat_peer.main, [*small, f'--nanochat={tmp_path}']) == EXIT_BAD_INPUT
     assert 'contains no nanochat/gpt.py' in capsys.readouterr().err
+
+
+def test_documented_figures_are_those_of_the_results():
+    results = json.loads((ROOT / 'benchmarks/results/nanochat_peer_cpu2.json').read_text())
+    page = (ROOT / 'docs/results.md').read_text()
+    for side, stored in results['sides'].items():
+        (curve,) = stored['bits_per_byte'].values()
+        assert f'| {curve["300"]:.4f} |' in page, side
+    losses = results['updates']['losses']
+    differences = np.subtract(losses['maxlm'], losses['nanochat-2025'])
+    assert np.abs(differences).max() < 2e-6
+    assert max(results['updates']['relative_differences']['10'].values()) < 5e-5
