@@ -6,7 +6,7 @@
 Both sides get the same rows, tokenizer and sizes: depth 4, width 128, 2 heads of 64, 4 × 256 tokens in float32, 300
 steps. Every 100 steps, the same 64 rows are scored in bits per byte. nanochat is `--nanochat`, a checkout of its
 source; its learning rates are those of its reference batch. Sides are `nanochat`, `nanochat-2025` (what it was in
-October 2025), `maxlm` (`configs/depth.py`) and the labels of `--change`, which is repeatable and changes keys of maxlm.
+October 2025), `maxlm` (`configs/depth.py:4-2025`) and the labels of `--change`, which is repeatable and changes keys of maxlm.
 A side and seed whose settings and result are already in `--output` does not run again.
 
 `--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
@@ -150,7 +150,7 @@ def run_nanochat(source: Path, rows: Path, work: Path, side: str, seed: int, **f
 
 def maxlm_config(changes: tuple[str, ...], seed: int = 0) -> tuple[Config, Layout]:
     """Returns the config of a side of maxlm, resolved for one device, and its layout."""
-    name = f'configs/depth.py:{LAYERS}'
+    name = f'configs/depth.py:{LAYERS}-2025'
     recipe, overrides = load(name).optimizer, [f'{key}={value}' for key, value in SIZES.items()]
     # The rates of AdamW are those of width 64 · depth, and are proportional to the root of its inverse.
     scale = (64 * LAYERS / WIDTH) ** 0.5
