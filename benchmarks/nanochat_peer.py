@@ -6,8 +6,9 @@
 Both sides get the same rows, tokenizer and sizes: depth 4, width 128, 2 heads of 64, 4 × 256 tokens in float32, 300
 steps. Every 100 steps, the same 64 rows are scored in bits per byte. nanochat is `--nanochat`, a checkout of its
 source; its learning rates are those of its reference batch. Sides are `nanochat`, `nanochat-2025` (what it was in
-October 2025), `maxlm` (`configs/depth.py:4-2025`) and the labels of `--change`, which is repeatable and changes keys of
-maxlm. A side and seed whose settings and result are already in `--output` does not run again.
+October 2025), `maxlm` (`configs/depth.py:4-2025`), `maxlm-2026` (`configs/depth.py:4` with the rates of nanochat) and
+the labels of `--change`, which is repeatable and changes keys of `maxlm`. A side and seed whose settings and result are
+already in `--output` does not run again.
 
 `--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
 maxlm and `nanochat-2025`. Both start from nanochat's initial values and have equal settings.
@@ -37,6 +38,7 @@ from maxlm.cli.parser import ArgumentParser
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
 from maxlm.config.schema import Config
+from maxlm.config.serialization import flatten
 from maxlm.data.loader.windows import window_batch
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.model.parameters import names
@@ -85,7 +87,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--text-name', default='', help='source and license of the text, for the output')
     parser.add_argument('--work', type=Path, required=True, help='directory for rows and tokenizer')
     parser.add_argument('--output', type=Path, required=True, help='JSON file to write, or to continue')
-    parser.add_argument('--sides', nargs='*', default=['nanochat', 'maxlm'], help='nanochat, nanochat-2025, maxlm')
+    parser.add_argument(
+        '--sides', nargs='*', default=['nanochat', 'maxlm'], help='nanochat, nanochat-2025, maxlm, maxlm-2026'
+    )
     parser.add_argument('--change', action='append', default=[], help='label and keys of another side of maxlm')
     parser.add_argument('--seeds', nargs='+', type=int, default=[0], help='seeds of the initial values (default 0)')
     parser.add_argument('--update', action='store_true', help='compare single updates')
@@ -105,7 +109,8 @@ def main(argv: list[str]) -> int:
         _write(options.output, results)
         return EXIT_DONE
     changes = {label: tuple(keys) for label, *keys in (change.split() for change in options.change)}
-    for side in [*options.sides, *changes]:
+    changes['maxlm-2026'] = present_recipe()
+    for side in dict.fromkeys([*options.sides, *(change.split()[0] for change in options.change)]):
         for seed in options.seeds:
             settings = _settings(side, changes.get(side, ()))
             stored = results['sides'].setdefault(side, {})
@@ -161,6 +166,37 @@ def maxlm_config(changes: tuple[str, ...], seed: int = 0) -> tuple[Config, Layou
     config = load(name, [*overrides, f'train.seed={seed}', *changes])
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=VOCABULARY, windows=STEPS * BATCH)
     return config, make_layout(config.mesh, jax.devices()[:1])
+
+
+def present_recipe() -> tuple[str, ...]:
+    """Returns what `configs/depth.py` changes in its recipe of 2025, with the rates of nanochat's reference batch."""
+    recipes = [load(f'configs/depth.py:{LAYERS}{year}') for year in ('', '-2025')]
+    present, former = map(flatten, recipes)
+    changes = {key: value for key, value in present.items() if value != former[key]}
+    scale = (WIDTH / 768) ** -0.5
+    rates = {'value_embeddings': 0.15 * scale, 'residual_scales': 0.005, 'embedding_scales': 0.5}
+    changes |= {
+        'optimizer.learning_rate': 0.02,
+        'optimizer.min_learning_rate': 0.001,
+        'optimizer.adam_learning_rate': 0.008 * scale,
+        'optimizer.embedding_learning_rate': 0.3 * scale,
+        'optimizer.weight_decay': 0.28,
+        'optimizer.groups': tuple(
+            (
+                pattern,
+                *(f'learning_rate={rates[pattern]:.9g}' if _is_rate(each, pattern, rates) else each for each in own),
+            )
+            for pattern, *own in recipes[0].optimizer.groups
+        ),
+        'model.attention_pattern': 'L',
+        'model.sliding_window': 0,
+    }
+    sections = ('model.', 'optimizer.', 'data.document_mask')
+    return tuple(f'{key}={value}' for key, value in changes.items() if key.startswith(sections) and key not in SIZES)
+
+
+def _is_rate(setting: str, pattern: str, rates: dict[str, float]) -> bool:
+    return setting.startswith('learning_rate=') and pattern in rates
 
 
 def run_maxlm(rows_file: Path, changes: tuple[str, ...], seed: int) -> dict[str, float]:
