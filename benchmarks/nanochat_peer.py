@@ -5,9 +5,14 @@
 
 Both sides get the same rows, tokenizer and sizes: depth 4, width 128, 2 heads of 64, 4 × 256 tokens in float32, 300
 steps. Every 100 steps, the same 64 rows are scored in bits per byte. nanochat is `--nanochat`, a checkout of its
-source; its learning rates are those of its reference batch. Sides are `nanochat`, `nanochat-2025` (what it was in
-October 2025), `maxlm` (`configs/depth.py:4-2025`), `maxlm-2026` (`configs/depth.py:4` with the rates of nanochat) and
-the labels of `--change`, which is repeatable and changes keys of `maxlm`. A side and seed whose settings and result are
+source; its learning rates are those of its reference batch. Sides:
+
+- `nanochat`, and `nanochat-2025`: what it was in October 2025
+- `maxlm`: `configs/depth.py:4-2025`
+- `maxlm-2026`: `configs/depth.py:4` with the rates of nanochat's reference batch
+- the labels of `--change`, which is repeatable and changes keys of `maxlm`
+
+A side and seed whose settings and result are
 already in `--output` does not run again.
 
 `--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
