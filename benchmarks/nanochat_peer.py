@@ -12,8 +12,7 @@ source; its learning rates are those of its reference batch. Sides:
 - `maxlm-2026`: `configs/depth.py:4` with the rates of nanochat's reference batch
 - the labels of `--change`, which is repeatable and changes keys of `maxlm`
 
-A side and seed whose settings and result are
-already in `--output` does not run again.
+A side and seed whose settings and result are already in `--output` does not run again.
 
 `--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
 maxlm and `nanochat-2025`. Both start from nanochat's initial values and have equal settings.
