@@ -35,8 +35,10 @@ def head_memory(config: Config, shape_BTV: tuple[int, int, int], backend: Backen
     chunk = min(config.loss_chunk, T)
     stream = B * T * model.dim * width
     # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
-    # configs/mix.py. Those of configs/1b.py, which also ties embeddings, have LayerNorm and all copies.
-    copies = backend.logits - (1 if model.tie_embeddings and model.norm == 'rmsnorm' else 0)
+    # configs/mix.py and, without a loop over layers, of configs/1b.py on GPUs, where a tied head is not transposed.
+    is_plain = backend.platform == 'gpu' and not model.scan_layers
+    reduced = model.tie_embeddings and (model.norm == 'rmsnorm' or is_plain)
+    copies = backend.logits - (1 if reduced else 0)
     # Each module of multi-token prediction has logits and a gradient of the head and of its hidden states of its own.
     # XLA computes the losses at the same time.
     losses = 1 + model.mtp_depth

@@ -46,7 +46,7 @@ def complete(scripts, tmp_path):
 def test_commands_and_options(complete):
     assert complete('') == {*COMMANDS}
     assert complete('tr') == {'train'}
-    assert complete('hf', 'export-') == {'export-adapter', 'export-gguf'}
+    assert complete('hf', 'export-') == {'export-adapter', 'export-gguf', 'export-nanochat'}
     assert complete('train', '--work') == {'--workdir'}
     assert complete('hf', 'export', '--check') == {'--checkpoint'}
     # Control: an option of another command.

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxlm.model import blocks
+from maxlm.model import layer_loop
 from maxlm.model.layers import fp8, linear
 from tests.parameters import abstract_params, decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
@@ -195,7 +195,7 @@ def test_remat_does_not_recompute_scales(remat, plain):
 
 def test_scales_are_recomputed_without_the_rule(monkeypatch):
     """Negative control of the previous test."""
-    monkeypatch.setattr(blocks, 'SCALE', 'another')
+    monkeypatch.setattr(layer_loop, 'SCALE', 'another')
     assert num_scales(traced.__wrapped__(model__remat_policy='full')) > 21
 
 
