@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from maxlm.config.schema import Config
+from maxlm.errors import InputError
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.training.batch import batch_shapes
@@ -117,6 +118,9 @@ def compile_train_step(
 
     `options` are XLA options that are added to those of the kind of device. Those of `deterministic_options` take
     precedence. `holds` is that of `batch_shapes`.
+
+    Raises:
+        InputError: JAX cannot compile the norm kernels for a GPU of another machine.
     """
     start = time.perf_counter()
     batch = batch_shapes(config, layout, num_sources, holds=holds)
@@ -124,7 +128,7 @@ def compile_train_step(
     step = jax.jit(
         make_train_step(config, layout, num_sources), donate_argnums=0, out_shardings=(shardings, layout.named())
     )
-    compiled = step.lower(abstract, batch).compile(
+    compiled = _lower(step, config, abstract, batch).compile(
         compiler_options={
             **device_options(layout.mesh.devices.flat[0]),
             **(options or {}),
@@ -132,3 +136,16 @@ def compile_train_step(
         }
     )
     return CompiledStep(compiled, time.perf_counter() - start)
+
+
+def _lower(step: Any, config: Config, *arguments: Any) -> Any:
+    try:
+        return step.lower(*arguments)
+    except RuntimeError as error:
+        # Since release 0.11, JAX compiles Triton kernels when it lowers a program, and asks the GPU for its kind.
+        if config.model.norm_kernel != 'pallas' or 'No supported GPU devices' not in str(error):
+            raise
+        raise InputError(
+            f'model.norm_kernel=pallas: JAX {jax.__version__} compiles these kernels only on a machine with a GPU; set '
+            'model.norm_kernel=xla, or estimate with maxlm plan --estimate'
+        ) from None

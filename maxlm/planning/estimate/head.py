@@ -35,8 +35,8 @@ def head_memory(config: Config, shape_BTV: tuple[int, int, int], backend: Backen
     chunk = min(config.loss_chunk, T)
     stream = B * T * model.dim * width
     # The gradient of the head is summed in float32. The reduced number of copies was read off the programs of
-    # configs/mix.py. On GPUs without a loop over layers, where a tied head is not transposed, it was also read off those
-    # of configs/1b.py.
+    # configs/mix.py. On GPUs without a loop over layers, where a tied head is not transposed, it was also read off
+    # those of configs/1b.py.
     is_plain = backend.platform == 'gpu' and not model.scan_layers
     reduced = model.tie_embeddings and (model.norm == 'rmsnorm' or is_plain)
     copies = backend.logits - (1 if reduced else 0)
