@@ -195,7 +195,7 @@ AUTOCAST = {'autocast': 'bfloat16', 'parameters': 'float32', 'optimizer': 'fused
 def _import_torch(task: Task) -> Any:
     try:
         import torch
-        from torch.nn.attention import SDPBackend  # noqa: F401
+        import torch.nn.attention
     except ImportError as error:
         raise InputError(f'PyTorch 2.4 or later is needed here: {error}') from error
     if not hasattr(torch, 'get_autocast_dtype'):

@@ -56,10 +56,12 @@ def split_text(directory: Path) -> tuple[list[str], list[str]]:
     """Returns documents for training and validation: parts of the text files, of which one in twenty is held out."""
     files = sorted(path for path in directory.rglob('*') if path.suffix in ('.txt', '.rst', '.md') and path.is_file())
     rng = np.random.default_rng(0)
-    parts: tuple[list[str], list[str]] = ([], [])
+    train: list[str] = []
+    validation: list[str] = []
     for number, path in enumerate(files):
-        parts[number % HELD_OUT_EVERY == 0].extend(_parts(path.read_text(errors='ignore'), rng))
-    return tuple(list(dict.fromkeys(texts)) for texts in parts)  # type: ignore[return-value]
+        part = validation if number % HELD_OUT_EVERY == 0 else train
+        part.extend(_parts(path.read_text(errors='ignore'), rng))
+    return list(dict.fromkeys(train)), list(dict.fromkeys(validation))
 
 
 def _parts(text: str, rng: np.random.Generator) -> Iterator[str]:

@@ -59,7 +59,7 @@ def main(job: Job) -> None:
     rows = np.load(job.rows)
     model, optimizer = make_model(job, len(rows['token_bytes']))
     curve: dict[int, float] = {}
-    trace: dict[str, np.ndarray] = {}
+    trace: dict[str, Any] = {}
     losses = []
     for step in range(job.steps):
         if step in job.trace:
@@ -76,7 +76,7 @@ def main(job: Job) -> None:
             print(f'nanochat {job.recipe} seed {job.seed} step {step + 1}: {curve[step + 1]:.4f}', file=sys.stderr)
     if job.trace:
         trace |= {f'{job.steps}/{name}': param.detach().numpy() for name, param in model.named_parameters()}
-        np.savez(job.output, losses=np.array(losses), **trace)  # type: ignore[arg-type]
+        np.savez(job.output, losses=np.array(losses), **trace)
     else:
         Path(job.output).write_text(json.dumps({'bits_per_byte': curve, 'torch': torch.__version__}))
 

@@ -161,6 +161,7 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
                 yield archive
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; choose a readable file') from error
+    # The library raises NotImplementedError for archives of later versions of the format.
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
         raise InputError(f'{path}: is not a complete file of torch.save ({error}); {_AGAIN}') from error
 
