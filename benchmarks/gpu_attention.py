@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from maxlm.model.attention.cudnn import attend_documents, documents_per_row, supports_documents
@@ -85,8 +86,8 @@ def main(argv: list[str]) -> int:
     times = measure(TIMED)
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        machine = {'device': jax.devices()[0].device_kind, 'jax': jax.__version__}
-        result = {'machine': machine, 'mistakes': mistakes, 'checks': checks, 'repeated': repeated, 'times': times}
+        device = {'device': jax.devices()[0].device_kind, 'jax': jax.__version__}
+        result = {'machine': device, 'mistakes': mistakes, 'checks': checks, 'repeated': repeated, 'times': times}
         options.output.write_text(json.dumps(result, indent=1) + '\n')
     return EXIT_FAILED if mistakes else EXIT_DONE
 
@@ -129,6 +130,31 @@ def check(kernels: dict[str, Kernel], leak: Kernel, shapes: list[Shape]) -> list
             results.append({**shape._asdict(), 'packing': packing, 'errors': errors})
             print(*shape, f'{packing:16}', *(f'{name} {error:.4f}' for name, error in errors.items()))
     return results
+
+
+def check_and_time(
+    name: str,
+    description: str | None,
+    argv: list[str],
+    check: Callable[[], list[dict[str, Any]]],
+    find_mistakes: Callable[[list[dict[str, Any]]], list[str]],
+    measure: Callable[[], list[dict[str, Any]]],
+) -> int:
+    """Runs a benchmark of kernels: prints the mistakes that the checks find, and writes all results to `--output`."""
+    parser = ArgumentParser(prog=name, allow_abbrev=False, description=description)
+    parser.add_argument('--output', type=Path, help='JSON file to write')
+    options = parser.parse_args(argv)
+    if jax.default_backend() != 'gpu':
+        raise InputError(f'no GPU: JAX runs on {jax.default_backend()}')
+    checks = check()
+    mistakes = find_mistakes(checks)
+    print(*mistakes, sep='\n')
+    times = measure()
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {'machine': machine(), 'mistakes': mistakes, 'checks': checks, 'times': times}
+        options.output.write_text(json.dumps(result, indent=1) + '\n')
+    return EXIT_FAILED if mistakes else EXIT_DONE
 
 
 def case_of(check: dict[str, Any]) -> str:

@@ -13,21 +13,17 @@ Shapes: R rows, I inputs, O outputs, E groups.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu_attention import case_of
-from benchmarks.step import machine
-from maxlm.cli.parser import ArgumentParser
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from benchmarks.gpu_attention import case_of, check_and_time
+from maxlm.errors import exit_code
 from maxlm.training.known_answers.experts import (
     TOLERANCE,
     exact_products,
@@ -58,20 +54,8 @@ TIMED = [Shape(8192, 2048, 8192, 8), Shape(24_576, 2048, 1408, 64), Shape(32_768
 
 def main(argv: list[str]) -> int:
     """Checks the kernels, then times them."""
-    parser = ArgumentParser(prog='benchmarks.gpu_experts', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--output', type=Path, help='JSON file to write')
-    options = parser.parse_args(argv)
-    if jax.default_backend() != 'gpu':
-        raise InputError(f'no GPU: JAX runs on {jax.default_backend()}')
-    checks = check(CHECKED, 'tokamax')
-    mistakes = find_mistakes(checks)
-    print(*mistakes, sep='\n')
-    times = measure(TIMED)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {'machine': machine(), 'mistakes': mistakes, 'checks': checks, 'times': times}
-        options.output.write_text(json.dumps(result, indent=1) + '\n')
-    return EXIT_FAILED if mistakes else EXIT_DONE
+    name = 'benchmarks.gpu_experts'
+    return check_and_time(name, __doc__, argv, lambda: check(CHECKED, 'tokamax'), find_mistakes, lambda: measure(TIMED))
 
 
 def check(shapes: list[Shape], kind: str) -> list[dict[str, Any]]:

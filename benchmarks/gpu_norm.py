@@ -12,12 +12,10 @@ Shapes: R rows, D width.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.gpu_attention import case_of, distinct_results
-from benchmarks.step import machine
-from maxlm.cli.parser import ArgumentParser
+from benchmarks.gpu_attention import case_of, check_and_time, distinct_results
 from maxlm.config.loading import default
 from maxlm.config.schema import ModelConfig
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.errors import exit_code
 from maxlm.model.layers.norm import Norm
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.training.known_answers.answer import find_mistake
@@ -72,20 +68,8 @@ TIMED = [
 
 def main(argv: list[str]) -> int:
     """Checks the kernels, then times them."""
-    parser = ArgumentParser(prog='benchmarks.gpu_norm', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--output', type=Path, help='JSON file to write')
-    options = parser.parse_args(argv)
-    if jax.default_backend() != 'gpu':
-        raise InputError(f'no GPU: JAX runs on {jax.default_backend()}')
-    checks = check(CHECKED)
-    mistakes = find_mistakes(checks)
-    print(*mistakes, sep='\n')
-    times = measure(TIMED)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        result = {'machine': machine(), 'mistakes': mistakes, 'checks': checks, 'times': times}
-        options.output.write_text(json.dumps(result, indent=1) + '\n')
-    return EXIT_FAILED if mistakes else EXIT_DONE
+    name = 'benchmarks.gpu_norm'
+    return check_and_time(name, __doc__, argv, lambda: check(CHECKED), find_mistakes, lambda: measure(TIMED))
 
 
 def check(shapes: list[Shape]) -> list[dict[str, Any]]:
