@@ -2,6 +2,8 @@
 
 import time
 
+import psutil
+
 
 def until(condition, seconds=30.0):
     """Waits until a condition is true. The timeout only ends a failing test."""
@@ -9,3 +11,11 @@ def until(condition, seconds=30.0):
     while not condition():
         assert time.monotonic() < end, f'not true after {seconds} s'
         time.sleep(0.005)
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Returns whether a process has exited. A process whose parent has not read its status has exited, too."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

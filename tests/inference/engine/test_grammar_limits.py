@@ -28,7 +28,7 @@ from maxlm.inference.engine.requests import Request
 from maxlm.sandbox.limited_process import RequestCancelledError
 from tests.conftest import ROOT
 from tests.inference.engines import PROMPTS, engine, generate, requests_of
-from tests.waiting import until
+from tests.waiting import has_ended, until
 
 SLOW = json_grammar({'type': 'integer', 'multipleOf': 62615533})
 ARRAY = json_grammar({'type': 'array', 'items': {'type': 'integer'}, 'minItems': 30})
@@ -124,7 +124,7 @@ def test_a_killed_process_of_a_grammar_is_not_the_fault_of_the_schema():
     host = psutil.Process(host_pid(some._grammars))
     for child in (*host.children(), host):
         child.kill()
-        until(lambda child=child: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        until(lambda child=child: has_ended(child))
     assert some.complete([request])[0][0].finish_reason == 'length'
 
 
@@ -160,7 +160,7 @@ def test_the_processes_end_with_their_owner(grammars):
     del owned, compiled
     gc.collect()
     for process in (host, *children):
-        until(lambda process=process: not process.is_running())
+        until(lambda process=process: has_ended(process))
     program = (
         'import os, psutil, signal\n'
         'from maxlm.data.tokenizer.tokenizer import bytes_tokenizer\n'
@@ -227,7 +227,7 @@ def test_a_mask_without_an_end_fails_the_sample_alone(monkeypatch):
     assert [token.id for delta in beside for token in delta.tokens] == alone[0]
     assert deltas[-1].finish_reason == 'failed'
     assert 'the next token takes more than 0.3 s; simplify it' in deltas[-1].error
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(process)
     with pytest.raises(TooComplexError):
         some.prepare(Request((1,), 20, grammar=grammar))
 
@@ -246,7 +246,7 @@ def test_cancelling_the_last_sample_ends_a_busy_process():
     while some.step():
         pass
     assert {delta.finish_reason for delta in deltas if delta.finish_reason} == {'cancelled'}
-    until(lambda: not process.is_running())
+    until(lambda: has_ended(process))
     # The grammar is not refused.
     assert some.complete([request])[0][0].ids
 
