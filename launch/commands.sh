@@ -80,3 +80,16 @@ find_option() {
 find_workdir() {
   find_option --workdir "$@"
 }
+
+# check_inputs ROOT ARGUMENT…: checks the config and the data of `maxlm train ARGUMENT…` in the repository ROOT, before
+# machines cost money. Exits with the code of the check if it fails.
+check_inputs() {
+  cd "$1" || exit 1
+  shift
+  if [ "${dry_run:-false}" != true ] && ! "${PYTHON:-python}" -c 'import maxlm' 2>/dev/null; then
+    echo "warning: config and data are not checked, because ${PYTHON:-python} cannot import maxlm; set PYTHON" >&2
+  else
+    run "${PYTHON:-python}" -m maxlm.train --dry-run=elsewhere "$@" || exit "$?"
+  fi
+  cd - >/dev/null || exit 1
+}

@@ -9,8 +9,9 @@
 #   logs      follow the log of worker 0 until training ends
 #   stop      send SIGTERM to training, which saves and exits
 #   delete    delete the machines; files that exist only on them are lost
-#   up        create, install, run and logs. If the machines are preempted, delete them and repeat, until training
-#             finishes (exit code 0), rejects its input (2), fails permanently (its code) or is stopped (75)
+#   up        check the config and the data, then create, install, run and logs. If the machines are preempted, delete
+#             them and repeat, until training finishes (exit code 0), rejects its input (2), fails permanently (its
+#             code) or is stopped (75)
 #
 #   --name N --zone Z [--project P]   name and location of the machines
 #   --type T                          v4-32, v5e-16, v5p-8, v6e-64 …: for create and up
@@ -322,6 +323,7 @@ case "$command" in
   logs) follow ;;
   stop) remote all 'cd maxlm && bash launch/worker.sh stop' ;;
   up)
+    check_inputs "$root" "--config=$config" "--workdir=$workdir" ${overrides[@]+"${overrides[@]}"}
     if $dry_run; then
       create
       install

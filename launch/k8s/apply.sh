@@ -20,6 +20,7 @@
 # The image must contain this repository, installed, and have its root as the working directory, as those of Dockerfile.
 set -euo pipefail
 folder="$(cd "$(dirname "$0")" && pwd)"
+root="$(dirname "$(dirname "$folder")")"
 . "$folder/../commands.sh"
 # In bash 5.2 and later, & in a replacement would stand for the matched text.
 shopt -u patsub_replacement 2>/dev/null || true
@@ -201,10 +202,12 @@ send+=(-f -)
 if $render || $dry_run; then
   printf '%s' "$manifest"
   if ! $render; then
+    check_inputs "$root" "$@"
     run "${send[@]}"
   fi
   exit 0
 fi
+check_inputs "$root" "$@"
 code=0
 answer="$(printf '%s' "$manifest" | "${send[@]}" 2>&1)" || code=$?
 if [ "$code" -eq 0 ]; then

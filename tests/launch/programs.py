@@ -72,13 +72,14 @@ class Programs:
             'HF_TOKEN': SECRET,
         }
 
-    def plan(self, *, attempts=None, replies=(), machines=None, queue=None, python_is_new=True):
+    def plan(self, *, attempts=None, replies=(), machines=None, queue=None, python_is_new=True, check_code=0):
         """Sets the behavior of the programs from now on; see `stand_ins`."""
         attempts = attempts if isinstance(attempts, dict) else {'': list(attempts or [])}
         # git reports that the directory is not a repository.
         replies = [*replies, {'match': 'git ', 'code': 128, 'times': -1}]
         plan = {'attempts': attempts, 'replies': replies, 'machines': machines, 'queue': queue}
-        (self.folder / 'plan.json').write_text(json.dumps({**plan, 'python_is_new': python_is_new}))
+        plan |= {'python_is_new': python_is_new, 'check_code': check_code}
+        (self.folder / 'plan.json').write_text(json.dumps(plan))
 
     def start(self, *command, cwd=ROOT, **environment):
         """Starts a script with the fake programs."""

@@ -264,3 +264,9 @@ def test_workdir_inside_a_pod_is_rejected(programs):
     assert done.returncode == 2
     assert '--claim' in done.stderr
     assert programs.run(APPLY, *GPU, '--', '--config=configs/1b.py').returncode == 2
+
+
+def test_nothing_is_sent_for_bad_input(programs):
+    programs.plan(check_code=2)
+    assert programs.run(APPLY, *GPU, *TRAIN).returncode == 2
+    assert programs.calls('kubectl') == []

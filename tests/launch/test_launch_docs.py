@@ -8,6 +8,9 @@ import subprocess
 import pytest
 import yaml
 
+from maxlm.cli.execution import dry_run
+from maxlm.config.loading import load
+from maxlm.errors import InputError
 from maxlm.hardware.prices import PRICES
 from tests.conftest import ROOT
 from tests.documentation import code_blocks
@@ -71,6 +74,27 @@ def test_commands_of_other_programs(programs, line):
     if 'launch' in call['arguments']:
         assert values.keys() >= {'CONFIG', 'WORKDIR'}
         assert (ROOT / values['CONFIG']).is_file()
+
+
+# Machines that these commands create get the files of the repository, without those that git ignores.
+CREATE = [line for line in LINES if re.match(r'launch/tpu_vm.sh (up|run)|launch/k8s/apply.sh|sky (jobs )?launch', line)]
+
+
+@pytest.mark.parametrize('line', CREATE)
+def test_inputs_exist_on_machines_that_are_created(line, monkeypatch):
+    seen = []
+    monkeypatch.setattr(dry_run, 'stat', seen.append)
+    words = shlex.split(line)
+    variables = dict(word.split('=', 1) for word in words if re.match('[A-Z]+=', word))
+    words += shlex.split(variables.get('ARGUMENTS', ''))
+    name = variables.get('CONFIG') or re.search(r'--config[= ](\S+)', line)[1]
+    config = load(name, [word.removeprefix('--config.') for word in words if word.startswith('--config.')])
+    notes = dry_run.check_elsewhere(config)
+    # Buckets are looked up, and paths on shared disks are named.
+    assert len(seen) + len(notes) >= 1
+    # Negative control: the data of this checkout.
+    with pytest.raises(InputError, match='is not part of the repository'):
+        dry_run.check_elsewhere(load(name, ['data.path=data/missing', 'data.sources=()']))
 
 
 def task_variables():

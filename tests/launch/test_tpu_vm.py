@@ -277,3 +277,18 @@ def test_dry_run(programs, tree, command):
 def test_local_workdir_is_a_warning(programs, tree):
     assert 'goes when the machines go' in tpu(programs, tree, 'run', *TRAIN[:1], '--workdir=runs/a', '--dry-run').stderr
     assert tpu(programs, tree, 'run', *TRAIN, '--dry-run').stderr == ''
+
+
+def test_no_machine_is_created_for_bad_input(programs, tree):
+    programs.plan(check_code=2)
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN, '--config.data.path=data/none')
+    assert done.returncode == 2
+    assert verbs(programs) == []
+    [check] = programs.calls('python')
+    assert check['arguments'] == ['-m', 'maxlm.train', '--dry-run=elsewhere', *TRAIN, '--config.data.path=data/none']
+
+
+def test_inputs_are_not_checked_without_maxlm(programs, tree):
+    programs.plan(machines='PREEMPTED', replies=[{'match': 'tpu-vm', 'code': 1, 'stderr': QUOTA, 'times': -1}])
+    done = tpu(programs, tree, 'up', *TYPE, *TRAIN, PYTHON='/none/python')
+    assert done.stderr.startswith('warning: config and data are not checked, because /none/python cannot import maxlm')

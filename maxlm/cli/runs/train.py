@@ -49,6 +49,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar='WORKDIR[@STEP]',
         help='checkpoint that a new run resumes from, with its state, history and data position; directory or URL',
     )
+    parser.add_argument(
+        '--dry-run',
+        nargs='?',
+        const='here',
+        choices=('here', 'elsewhere'),
+        help='only check the config and its inputs, and write nothing. elsewhere: for machines that get the files of '
+        'this repository, but not those that git ignores',
+    )
 
 
 if __name__ == '__main__':

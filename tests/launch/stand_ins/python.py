@@ -25,6 +25,9 @@ if arguments[:2] in (['-m', 'venv'], ['-m', 'uv']):
     os.symlink(os.path.realpath(sys.argv[0]), f'{arguments[-1]}/bin/python')
 if arguments[:2] != ['-m', 'maxlm.train']:
     sys.exit(0)
+if '--dry-run=elsewhere' in arguments:
+    with Plan() as plan:
+        sys.exit(plan['check_code'])
 
 with Plan() as plan:
     # One list of attempts for each process, or one list for all processes.
