@@ -128,11 +128,15 @@ def _check_sources(data: DataConfig) -> None:
 
 
 def _check_alerts(config: Config) -> None:
-    if config.alerts.min_utilization and not config.metrics.device_stats_interval_seconds:
-        raise InputError(
-            f'alerts.min_utilization={config.alerts.min_utilization:g} needs samples of the accelerators, but '
-            'metrics.device_stats_interval_seconds=0; set it to 30, or set alerts.min_utilization=0'
-        )
+    for key, value in (
+        ('min_utilization', config.alerts.min_utilization),
+        ('max_host_memory', config.alerts.max_host_memory),
+    ):
+        if value and not config.metrics.device_stats_interval_seconds:
+            raise InputError(
+                f'alerts.{key}={value:g} needs samples of the machine, but metrics.device_stats_interval_seconds=0; '
+                f'set it to 30, or set alerts.{key}=0'
+            )
     variable = config.alerts.webhook_env_var
     # The value is not shown because it may be the secret itself.
     if variable and not variable.isidentifier():

@@ -4,7 +4,8 @@ Each alert is logged immediately. A thread sends it to the configured channels: 
 webhook. At most one alert of a kind is sent per minute. After the minute, the newest suppressed alert is sent with the
 number of suppressed ones. Alerts never stop, delay or fail a run.
 
-`PerformanceAlerts` sends alerts for values that stay below a threshold: accelerator utilization, MFU and throughput.
+`PerformanceAlerts` sends alerts for values that stay beyond a threshold: accelerator utilization, MFU, throughput and
+memory of the host.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ CLOSE_SECONDS = 10.0
 # Number of consecutive log lines or samples below a threshold until the alert.
 NUM_CONSECUTIVE = 5
 UTILIZATION, MFU, TOKENS_PER_SECOND = 'device/utilization_percent', 'perf/mfu', 'perf/tokens_per_second'
+HOST_MEMORY = 'host/ram_percent'
 
 
 @dataclasses.dataclass
@@ -176,23 +178,34 @@ class Alerts:
             self._failing.discard(channel)
 
 
-class LowValue:
-    """Detects a metric that is below its threshold NUM_CONSECUTIVE times in a row.
+class Threshold:
+    """Detects a metric that is beyond its threshold NUM_CONSECUTIVE times in a row.
 
-    After a value that reaches the threshold, the next such sequence is detected.
+    After a good value, the next such sequence is detected.
     """
 
-    def __init__(self, metric: str, key: str, threshold: float, unit: str, text: Callable[[float], str]):
+    def __init__(
+        self,
+        metric: str,
+        key: str,
+        threshold: float,
+        unit: str,
+        text: Callable[[float], str],
+        *,
+        is_maximum: bool = False,
+    ):
         """
         Args:
             metric: name of the metric.
             key: config key of the threshold.
-            threshold: smallest good value; 0 = none.
+            threshold: smallest good value, or the largest with `is_maximum`; 0 = none.
             unit: what is counted: `log lines` or `samples`.
             text: formats a value for messages.
+            is_maximum: values above the threshold are detected, not those below it.
         """
         self._metric, self._key, self._threshold, self._unit, self._text = metric, key, threshold, unit, text
-        self._below: list[float] = []
+        self._is_maximum = is_maximum
+        self._beyond: list[float] = []
         self._has_warned = False
 
     def observe(self, metrics: Mapping[str, float]) -> str:
@@ -209,24 +222,24 @@ class LowValue:
                 logger.warning(f'{self._key} has no effect: this run has no {self._metric}')
             return ''
         # NaN is no reason for an alert.
-        if not value < self._threshold:
-            self._below = []
+        if not (value > self._threshold if self._is_maximum else value < self._threshold):
+            self._beyond = []
             return ''
         # The list is full after an alert, until the value recovers.
-        if len(self._below) == NUM_CONSECUTIVE:
+        if len(self._beyond) == NUM_CONSECUTIVE:
             return ''
-        self._below.append(value)
-        if len(self._below) < NUM_CONSECUTIVE:
+        self._beyond.append(value)
+        if len(self._beyond) < NUM_CONSECUTIVE:
             return ''
-        low, high = self._text(min(self._below)), self._text(max(self._below))
+        low, high = self._text(min(self._beyond)), self._text(max(self._beyond))
         return (
-            f'{self._metric} was {low} to {high} for {NUM_CONSECUTIVE} {self._unit} in a row, below '
-            f'{self._key}={self._threshold:g}'
+            f'{self._metric} was {low} to {high} for {NUM_CONSECUTIVE} {self._unit} in a row, '
+            f'{"above" if self._is_maximum else "below"} {self._key}={self._threshold:g}'
         )
 
 
 class PerformanceAlerts:
-    """Alerts of a run for low utilization, MFU and throughput."""
+    """Alerts of a run for low utilization, MFU and throughput, and for a host whose memory is nearly full."""
 
     def __init__(self, config: AlertsConfig, send: Callable[[str, str], None], *, is_training: Callable[[], bool]):
         """
@@ -237,12 +250,14 @@ class PerformanceAlerts:
                 are ignored. The metrics of log lines do not include these times.
         """
         self._send, self._is_training = send, is_training
-        self._utilization = LowValue(
-            UTILIZATION, 'alerts.min_utilization', config.min_utilization, 'samples', '{:.0f}%'.format
+        percent = '{:.0f}%'.format
+        self._utilization = Threshold(UTILIZATION, 'alerts.min_utilization', config.min_utilization, 'samples', percent)
+        self._host_memory = Threshold(
+            HOST_MEMORY, 'alerts.max_host_memory', config.max_host_memory, 'samples', percent, is_maximum=True
         )
         self._log_lines = {
-            'mfu': LowValue(MFU, 'alerts.min_mfu', config.min_mfu, 'log lines', '{:.3f}'.format),
-            'throughput': LowValue(
+            'mfu': Threshold(MFU, 'alerts.min_mfu', config.min_mfu, 'log lines', '{:.3f}'.format),
+            'throughput': Threshold(
                 TOKENS_PER_SECOND,
                 'alerts.min_tokens_per_second',
                 config.min_tokens_per_second,
@@ -253,7 +268,11 @@ class PerformanceAlerts:
 
     def on_reading(self, reading: Reading) -> None:
         """Checks a sample of the device monitor, in its thread."""
-        if self._is_training() and (message := self._utilization.observe(summarize(reading))):
+        metrics = summarize(reading)
+        # A save or an evaluation can need the memory as well.
+        if message := self._host_memory.observe(metrics):
+            self._send('host_memory', message)
+        if self._is_training() and (message := self._utilization.observe(metrics)):
             self._send('utilization', message)
 
     def on_log_line(self, metrics: Mapping[str, float]) -> None:

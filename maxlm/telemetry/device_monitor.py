@@ -151,6 +151,9 @@ def summarize(reading: Reading) -> dict[str, float]:
     def scaled(value: float | None, unit: float) -> float | None:
         return None if value is None else value / unit
 
+    def of_host(part: str, total: str) -> float | None:
+        return 100 * reading[part] / reading[total] if reading.get(total) and part in reading else None
+
     metrics = {
         'device/utilization_percent': of_devices('use_percent', _mean),
         'device/memory_gib': scaled(of_devices('memory_bytes', _mean), GIB),
@@ -160,6 +163,7 @@ def summarize(reading: Reading) -> dict[str, float]:
         'device/ecc_errors': of_devices('ecc_errors', sum),
         'host/cpu_percent': reading.get('cpu_percent'),
         'host/ram_gib': scaled(reading.get('ram_bytes'), GIB),
+        'host/ram_percent': of_host('ram_bytes', 'ram_total_bytes'),
         'host/disk_free_gib': scaled(reading.get('disk_free_bytes'), GIB),
         'host/net_sent_mb': scaled(reading.get('net_sent_bytes_per_second'), 1e6),
         'host/net_received_mb': scaled(reading.get('net_received_bytes_per_second'), 1e6),

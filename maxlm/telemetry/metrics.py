@@ -204,6 +204,7 @@ METRICS: dict[str, Metric] = {
     'device/ecc_errors': Metric('errors', 'uncorrected memory errors of all devices since the driver was loaded'),
     'host/cpu_percent': Metric('%', 'utilization of all CPU cores'),
     'host/ram_gib': Metric('GiB', 'memory in use'),
+    'host/ram_percent': Metric('%', 'memory in use, of all memory'),
     'host/disk_free_gib': Metric('GiB', 'free space on the disk of the workdir'),
     'host/net_sent_mb': Metric('MB/s', 'network traffic sent to other hosts'),
     'host/net_received_mb': Metric('MB/s', 'network traffic received from other hosts'),

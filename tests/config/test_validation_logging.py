@@ -24,9 +24,10 @@ def test_invalid_values_are_rejected(override, fragments):
 
 
 def test_a_utilization_alert_requires_samples():
-    load(TINY, ['alerts.min_utilization=50'])
-    with pytest.raises(InputError, match=r'min_utilization=50 needs samples .*device_stats_interval_seconds=0; set'):
-        load(TINY, ['alerts.min_utilization=50', 'metrics.device_stats_interval_seconds=0'])
+    for key in ('min_utilization', 'max_host_memory'):
+        load(TINY, [f'alerts.{key}=50'])
+        with pytest.raises(InputError, match=rf'{key}=50 needs samples .*device_stats_interval_seconds=0; set'):
+            load(TINY, [f'alerts.{key}=50', 'metrics.device_stats_interval_seconds=0'])
 
 
 def test_a_project_is_required_only_with_wandb():

@@ -1,4 +1,4 @@
-"""Alerts for low utilization, MFU and throughput: counts, episodes, recovery, and phases that are ignored."""
+"""Alerts for values beyond a threshold: counts, episodes, recovery, and phases that are ignored."""
 
 import math
 import threading
@@ -107,6 +107,14 @@ def test_utilization_is_the_mean_of_the_devices_while_steps_run():
             'device/utilization_percent was 5% to 45% for 5 samples in a row, below alerts.min_utilization=50',
         )
     ]
+
+
+def test_a_host_whose_memory_is_nearly_full():
+    monitor = Monitor(is_training=lambda: False, max_host_memory=90.0)
+    for used in (95, 95, 95, 95, 90, 91, 92, 93, 94, 95, 96):
+        monitor.alerts.on_reading({'devices': [], 'ram_bytes': used * 10, 'ram_total_bytes': 1000})
+    message = 'host/ram_percent was 91% to 95% for 5 samples in a row, above alerts.max_host_memory=90'
+    assert monitor.sent == [('host_memory', message)]
 
 
 def test_a_missing_metric_is_reported_once(caplog):

@@ -8,6 +8,7 @@ import sys
 
 import jax
 
+from maxlm.cli.execution.credentials import use_credentials
 from maxlm.cli.execution.dry_run import check_elsewhere, check_here
 from maxlm.cli.hints import print_generate
 from maxlm.config.config_files import default_workdir
@@ -33,6 +34,8 @@ def execute(
         began: start time of the process in seconds since 1970, because startup time also costs money, if this is the
             main function of a process. None means now.
     """
+    if options.gcs_credentials:
+        use_credentials(options.gcs_credentials)
     if options.dry_run:
         config = load(options.config, overrides)
         notes = check_elsewhere(config) if options.dry_run == 'elsewhere' else check_here(config, open_source)

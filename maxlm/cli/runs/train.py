@@ -50,6 +50,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help='checkpoint that a new run resumes from, with its state, history and data position; directory or URL',
     )
     parser.add_argument(
+        '--gcs-credentials',
+        type=PathOption(Kind.FILE),
+        metavar='FILE',
+        help='key file of a service account for gs:// URLs; default: GOOGLE_APPLICATION_CREDENTIALS, or the account of '
+        'the machine. Its content is never logged or recorded',
+    )
+    parser.add_argument(
         '--dry-run',
         nargs='?',
         const='here',

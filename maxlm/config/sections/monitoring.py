@@ -46,14 +46,17 @@ class AlertsConfig:
     # Name of the environment variable that contains a webhook URL (Slack, Mattermost, Google Chat, Teams). Never the
     # URL itself, which is a secret.
     webhook_env_var: Annotated[str, Renamed('webhook')] = ''
-    # Thresholds of alerts for slow runs; 0 = off. An alert is sent when the value is below the threshold on 5 log lines
-    # or samples in a row, and again after a recovery (docs/monitoring.md). Mean utilization of the host's accelerators
+    # Thresholds of alerts; 0 = off. An alert is sent when the value is beyond the threshold on 5 log lines or samples
+    # in a row, and again after a recovery (docs/monitoring.md). Mean utilization of the host's accelerators
     # in percent, from the samples of metrics.device_stats_interval_seconds:
     min_utilization: Annotated[float, Range(0, 100)] = 0.0
     # MFU on log lines, as a fraction.
     min_mfu: Fraction = 0.0
     # Tokens per second of the entire run on log lines.
     min_tokens_per_second: Annotated[float, Range(0, 1e12)] = 0.0
+    # Memory in use on the host in percent, e.g. 90. The system kills processes of a host without free memory. The
+    # memory of accelerators needs no alert: it is checked before the first step.
+    max_host_memory: Annotated[float, Range(0, 100)] = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
