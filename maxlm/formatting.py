@@ -23,6 +23,12 @@ def _or_dash(write: Callable[[float], str]) -> Callable[[float | None], str]:
     return written
 
 
+def plural(count: int, noun: str) -> str:
+    """Formats a count: `1 device`, `2 devices`, `2 micro-batches`."""
+    ending = 'es' if noun.endswith(('ch', 's', 'x')) else 's'
+    return f'{count:,} {noun}{"" if count == 1 else ending}'
+
+
 @_or_dash
 def format_int(value: float) -> str:
     """Formats an integer with thousands separators: 12,345."""

@@ -11,14 +11,10 @@ from typing import Any
 
 from maxlm.diagnostics.result import ORDER, CheckStatus
 from maxlm.diagnostics.runner import Result
+from maxlm.formatting import plural
 
 # Minimum time between two lines about the current check.
 LINE_SECONDS = 10.0
-
-
-def plural(count: int, noun: str) -> str:
-    """Formats a count: `1 device`, `2 devices`."""
-    return f'{count:,} {noun}{"" if count == 1 else "s"}'
 
 
 COLORS = {

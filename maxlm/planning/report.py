@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.formatting import format_bytes, format_duration, format_si
+from maxlm.formatting import format_bytes, format_duration, format_si, plural
 from maxlm.hardware.prices import has_price, price_per_hour
 from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.compiled.traffic import bytes_by_cause
@@ -150,8 +150,8 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
     mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
     train, model = config.train, config.model
     batch = (
-        f'{train.global_batch_size} × {config.data.seq_len} tokens per step in {config.accumulation} '
-        f'micro-batch(es) of {train.per_device_batch_size} per device'
+        f'{train.global_batch_size} × {config.data.seq_len} tokens per step in '
+        f'{plural(config.accumulation, "micro-batch")} of {train.per_device_batch_size} per device'
     )
     return [
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),

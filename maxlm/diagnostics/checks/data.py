@@ -8,10 +8,9 @@ import time
 from functools import partial
 
 from maxlm.diagnostics.context import CheckContext
-from maxlm.diagnostics.output import plural
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped, warning
 from maxlm.errors import InputError
-from maxlm.formatting import format_rate
+from maxlm.formatting import format_rate, plural
 from maxlm.storage.errors import redact
 
 # Number of bytes to read of a shard in a bucket.

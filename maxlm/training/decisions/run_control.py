@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from maxlm.config.schema import Config
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.validation_optimizer import scale_group_rates
+from maxlm.formatting import plural
 
 # Share of a budget from which an alert is sent.
 ALERT_FRACTION = 0.8
@@ -120,7 +121,9 @@ def on_bad_steps(decisions: RunControl, bad: BadSteps, saved: Sequence[int], con
         'guard.spike_threshold'
     )
     if decisions.rollbacks >= guard.max_rollbacks:
-        tried = f', after {decisions.rollbacks} rollback(s) (guard.max_rollbacks)' if decisions.rollbacks else ''
+        tried = (
+            f', after {plural(decisions.rollbacks, "rollback")} (guard.max_rollbacks)' if decisions.rollbacks else ''
+        )
         return Stop(f'{where}{tried}; {advice}')
     before = bad.first - 1
     target = max(0, before - guard.rollback_skip_steps)

@@ -238,7 +238,7 @@ def test_a_run_whose_loss_is_not_finite_stops(dataset, tmp_path, capsys, monkeyp
     assert run(dataset, workdir, **settings, guard__max_consecutive_skips=3) == EXIT_FAILED
     out = capsys.readouterr().out
     assert 'guard.max_consecutive_skips' in out
-    assert 'after 2 rollback(s)' in out
+    assert 'after 2 rollbacks' in out
     assert read_metrics(workdir)[-1]['train/skipped_steps'] >= 3
     # A run that is too short for this many bad steps also fails, and saves none of them.
     short = tmp_path / 'short'

@@ -130,7 +130,7 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoint(dataset, tmp_path, chang
     assert run(dataset, workdir, **SETTINGS, guard__max_rollbacks=1) == EXIT_FAILED
     out = capsys.readouterr().out
     assert out.count('rollback: ') == 1
-    assert 'after 1 rollback(s) (guard.max_rollbacks)' in out
+    assert 'after 1 rollback (guard.max_rollbacks)' in out
     assert 'the newest checkpoint is from step 4' in out
     assert steps_in(workdir) == [4]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params_of(workdir, 4)))

@@ -63,7 +63,7 @@ def test_bad_steps_roll_back_to_a_good_checkpoint(bad, saved, expected):
         (
             RunControl(rollbacks=2),
             [0],
-            ['steps 31 to 33', '3 consecutive steps', '2 rollback(s)', 'guard.max_rollbacks'],
+            ['steps 31 to 33', '3 consecutive steps', '2 rollbacks', 'guard.max_rollbacks'],
         ),
         (RunControl(), [31, 40], ['there is no older checkpoint', 'guard.max_consecutive_skips']),
         # A checkpoint from before a change of the batch size counts batches of another size.
