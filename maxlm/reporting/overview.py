@@ -54,7 +54,7 @@ def tiles(run: ReportedRun) -> list[Tile]:
     return [
         Tile('State', status.state, reason),
         Tile('Parameters', format_si(number(started, 'parameters')), _model(run)),
-        Tile('Training tokens', format_si(sum(tokens)) if tokens else DASH, _shortlist(run.source_names)),
+        Tile('Tokens of training data', format_si(sum(tokens)) if tokens else DASH, _shortlist(run.source_names)),
         Tile('Steps', *_steps(run)),
         Tile('Best validation loss', *_best(run)),
         Tile('Last training loss', format_loss(run.last('train/loss')), _list(lowest_loss, skipped_steps)),
@@ -113,7 +113,9 @@ def _best(run: ReportedRun) -> tuple[str, str]:
     if run.best is None:
         return DASH, 'no evaluation yet'
     step, loss = run.best
-    return format_loss(loss), f'at step {step:,.0f}; last {format_loss(run.last("eval/loss"))}'
+    bits = run.bits_per_byte(loss)
+    per_byte = f' ({format_loss(bits)} bits per byte)' if bits is not None else ''
+    return format_loss(loss), f'at step {step:,.0f}{per_byte}; last {format_loss(run.last("eval/loss"))}'
 
 
 def _shortlist(names: list[str]) -> str:

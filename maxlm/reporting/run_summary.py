@@ -128,6 +128,16 @@ class ReportedRun:
         return min(finite(self.validation), key=lambda point: point[1], default=None)
 
     @property
+    def unigram_entropy(self) -> float | None:
+        """Returns the entropy of the token frequencies of the validation data, in nats per token."""
+        return number(mapping(self.started, 'baseline'), 'unigram_entropy')
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Converts a validation loss in nats per token, if the size of the validation text is known."""
+        tokens_per_byte = number(mapping(self.started, 'baseline'), 'tokens_per_byte')
+        return loss * tokens_per_byte / math.log(2) if tokens_per_byte else None
+
+    @property
     def predicts_tokens(self) -> bool:
         """Returns True if the loss is that of the next token, and not of preferences or rewards."""
         return not {'rollout/reward', 'train/rewards/margins'} & set(self.names)

@@ -135,6 +135,10 @@ def _loss(runs: Sequence[ReportedRun], names: str, is_single: bool) -> Chart:
         legend = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, circled)' if best else ''
         color, circled = 1 if is_single else run.color, best[0] if best else None
         series.append(Series(f'{prefix}validation', run.validation, color, dots=True, best=circled, legend=legend))
+    if is_single and (entropy := runs[0].unigram_entropy) and runs[0].predicts_tokens:
+        # The loss of a model that only knows the frequencies of the tokens.
+        steps = [step for points in (runs[0].training, runs[0].validation) for step, _ in points]
+        series.append(Series('unigram entropy', [(step, entropy) for step in sorted({min(steps), max(steps)})], 2))
     overfitting = runs[0].overfitting if is_single else None
     return Chart(
         f'Training and validation loss{names}',

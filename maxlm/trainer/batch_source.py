@@ -136,6 +136,11 @@ class BatchSource(Protocol):
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """Returns all values that determine the order of the batches, as a flat dict of JSON values."""
 
+    def baseline(self, config: Config) -> dict[str, float]:
+        """Returns what the validation losses are compared with, for the event `started`; {} if nothing is known."""
+        del config
+        return {}
+
     def source_descriptions(self) -> list[dict[str, Any]]:
         """Returns the name, the weight and the number of tokens of each source, for the event `started`."""
 
@@ -301,6 +306,14 @@ class TextBatches(BatchSource):
     def sample(self, params: Params) -> list[Sample]:
         """See `BatchSource`."""
         return self._samples(params) if self._samples else []
+
+    def baseline(self, config: Config) -> dict[str, float]:
+        """Returns the unigram entropy in nats per token, and tokens per byte of text if all text sizes are known."""
+        if config.train.objective != 'next_token':
+            return {}
+        tokens, text_bytes = self.corpus.validation_counts
+        known = {'unigram_entropy': self.corpus.unigram_entropy} if self.corpus.unigram_entropy else {}
+        return {**known, 'tokens_per_byte': tokens / text_bytes} if text_bytes else known
 
     def at_end(self) -> str:
         """Returns the unit of the loss and the unigram entropy as a baseline, for the objective next_token."""

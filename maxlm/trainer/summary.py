@@ -73,6 +73,7 @@ def describe_start(
             'dollars': cost.hours * of_all if cost and of_all is not None else None,
         },
         'dataset': {**source.fingerprint(config), 'sources': source.source_descriptions()},
+        'baseline': source.baseline(config),
         'functions': _functions(config),
     }
 

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from maxlm.formatting import DASH
@@ -15,9 +17,11 @@ def test_the_tiles_of_a_finished_run(run_of):
     found = shown(run)
     assert found['State'][0] == 'finished'
     assert found['Parameters'] == ('3.41M', 'llama, 4 layers × 256, vocabulary 512')
-    assert found['Training tokens'] == ('1.2M', 'web, code')
+    assert found['Tokens of training data'] == ('1.2M', 'web, code')
     assert found['Steps'] == ('400', '819k tokens, 0.683 epochs')
     assert found['Best validation loss'][0] == f'{workdirs.validation_loss(400):.4f}'
+    bits = workdirs.validation_loss(400) * 0.25 / math.log(2)
+    assert f'({bits:.4f} bits per byte)' in found['Best validation loss'][1]
     assert found['Cost'][1] == '$3.50 per device-hour (train.price_per_hour)'
     assert found['Wall time'][1].startswith('2 attempts, since 2025-10-09')
     assert found['Hardware'] == ('1 × NVIDIA H100 80GB HBM3', 'one device')

@@ -81,7 +81,7 @@ def test_values_under_the_pointer_and_the_arrow_keys(make_page, tmp_path):
     assert pointed == ['step 200', f'{workdirs.train_loss(200):.4g}']
     assert after == ['', f'{workdirs.train_loss(400):.4g}']
     assert pressed == ['step 20', f'{workdirs.train_loss(20):.4g}']
-    assert spoken == f'step 20, training {workdirs.train_loss(20):.4g}'
+    assert spoken == f'step 20, training {workdirs.train_loss(20):.4g}, unigram entropy 5.25'
 
 
 CONTROL = """

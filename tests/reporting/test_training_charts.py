@@ -44,6 +44,16 @@ def test_one_run(run_of):
     assert '<td class="t">web</td><td>900k</td><td>70.0%</td>' in text
 
 
+def test_the_unigram_entropy_is_a_line_of_the_chart(run_of):
+    (chart, *_) = charts_of(training_curves(run_of('finished')))
+    assert [one['name'] for one in chart['series']] == ['training', 'validation', 'unigram entropy']
+    # It needs the event of a start that knows it.
+    (run,) = run_of('finished')
+    events = [{name: value for name, value in event.items() if name != 'baseline'} for event in run.history.events]
+    older = make_runs([dataclasses.replace(run.history, events=events)], workdirs.NOW)
+    assert len(charts_of(training_curves(older))[0]['series']) == 2
+
+
 def test_overfitting_is_shaded(run_of):
     text = training_curves(overfitted(run_of('finished')[0]))
     assert charts_of(text)[0]['shade'] == [200, 400]
