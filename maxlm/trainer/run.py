@@ -9,6 +9,8 @@ from typing import Protocol
 
 import jax
 
+from maxlm.checkpoint.listing import choose_step
+from maxlm.checkpoint.manager import saved_losses
 from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
@@ -135,6 +137,9 @@ def run(
         )
         try:
             code = _train(prepared, source, context, heartbeats)
+            if code == EXIT_DONE and jax.process_index() == 0:
+                losses = saved_losses(context.checkpoint_workdir)
+                choose_step(workdir, workdir, '', losses, verb='commands use')
             if code == EXIT_DONE and sized.export.at_end:
                 with timeline.phase('checkpoint'):
                     if final_export:
