@@ -1,8 +1,8 @@
 """GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-Command:   maxlm recipe --config=configs/neox.py:production_8gpu text=TOKENS tokenizer=ids:50257:50256
-           prepares TOKENS (.npz, .npy, .bin), trains in runs/neox-production_8gpu and exports the model. Without
-           tokenizer=, the input is text, on which a tokenizer is trained
+Command:   maxlm recipe --config=configs/neox.py:production_8gpu text=TOKENS
+           prepares TOKENS, nested directories of .npz files, trains in runs/neox-production_8gpu and exports the model.
+           Token files have the ids of GPT-2 unless tokenizer= states others. If TOKENS is text, a tokenizer is trained
 Variants:  test              published trial: 1000 steps of 2 sequences × 2 accumulation steps, the first five files
            production        published, two GPUs with 24 GB: 25 000 steps of 4 × 4 sequences per GPU
            production_8gpu   published, 8 GPUs: 590 625 steps (three epochs) of 8 × 4 sequences per GPU
@@ -43,8 +43,12 @@ VARIANTS = {
 SMALL_MEMORY = ('production', 'tuned_24gb')
 
 
+# Ids of the published token files: those of GPT-2, whose <|endoftext|> ends a document.
+TOKEN_IDS = 'ids:50257:50256'
+
+
 def get_phases(variant: str = 'production_8gpu') -> list[str]:
-    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257')
+    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257') + f'|{TOKEN_IDS}'
     limit = ' --max-files 5' if variant == 'test' else ''
     return [
         f'prepare --input {{text}} --output data/neox-{variant} --tokenizer {{tokenizer:{tokenizer}}}{limit}',
