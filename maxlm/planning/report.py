@@ -133,6 +133,11 @@ def startup_text(forecast: Forecast) -> list[str]:
     return [f'{label:<{len("checkpoint")}}  {text}' for label, text in lines]
 
 
+def micro_batches(count: int) -> str:
+    """Returns a number of micro-batches as a text."""
+    return '1 micro-batch' if count == 1 else f'{count} micro-batches'
+
+
 def suggestions_text(changes: Sequence[Override]) -> str:
     """Returns the options to add to the command."""
     return ' '.join(change.override for change in changes)
@@ -150,8 +155,8 @@ def _run(forecast: Forecast) -> list[tuple[str, str]]:
     mesh = ' '.join(f'{axis}={size}' for axis, size in config.mesh.sizes.items() if size > 1) or 'one device'
     train, model = config.train, config.model
     batch = (
-        f'{train.global_batch_size} × {config.data.seq_len} tokens per step in {config.accumulation} '
-        f'micro-batch(es) of {train.per_device_batch_size} per device'
+        f'{train.global_batch_size} × {config.data.seq_len} tokens per step in '
+        f'{micro_batches(config.accumulation)} of {train.per_device_batch_size} per device'
     )
     return [
         ('target', f'{target.num_devices} × {target.chip.name}{islands}'),
@@ -255,11 +260,15 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
                 f'${cost.spot_price.dollars:.2f} ({cost.spot_price.source})',
             )
         )
+    # A cent is not worth a warning, and a local disk has no price.
+    storage = ''
+    if cost.storage_dollars_per_month >= 0.01:
+        storage = f': ${cost.storage_dollars_per_month:.2f} per month in a bucket'
     lines.append(
         (
             'checkpoint',
             f'{format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} '
-            f'during training; {cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} per month',
+            f'during training; {cost.checkpoints_kept} kept{storage}',
         )
     )
     return lines

@@ -48,7 +48,7 @@ def test_text_output(run):
     assert err == ''
     for words in (
         '8 × h100',
-        '759,905,280 parameters, mesh fsdp=8; 512 × 2048 tokens per step in 8 micro-batch(es) of 8 per device',
+        '759,905,280 parameters, mesh fsdp=8; 512 × 2048 tokens per step in 8 micro-batches of 8 per device',
         'memory      fits: ',
         'activations ',
         'all-gather along fsdp',
@@ -119,7 +119,7 @@ def test_search_finds_a_faster_configuration(figures):
 def test_auto_micro_batch(run):
     code, out, _ = run('1b.py', 'h100:8', '--estimate', '--config.train.per_device_batch_size=auto')
     assert code == EXIT_DONE
-    assert ' micro-batch(es) of 16 per device' in out
+    assert ' micro-batches of 16 per device' in out
 
 
 def test_a_target_without_a_compiler_is_estimated(run, figures, monkeypatch):
