@@ -17,10 +17,9 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(spec: str) -> Path:
-    """Returns the path of a config file: `spec` itself, or the shipped config NAME for `NAME` or `configs/NAME.py`."""
+    """Returns the path of a config file: `spec` itself, or the shipped config of this name."""
     path = Path(spec)
-    is_name = spec == path.stem or spec == f'configs/{path.stem}.py'
-    return shipped_configs().get(path.stem, path) if is_name and not path.exists() else path
+    return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(spec, path)
 
 
 def default_workdir(spec: str) -> str:

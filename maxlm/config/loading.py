@@ -138,6 +138,11 @@ def _check_file(path: Path) -> None:
             f'--config={path}: {os_message(error)}; choose a config file, such as configs/tiny.py'
         ) from error
     except OSError:
+        if path.stem in shipped_configs():
+            raise InputError(
+                f'--config={path}: file not found; use --config={path.stem}, a config of maxlm, or write it to a file '
+                f'with `maxlm configs show {path.stem}`'
+            ) from None
         others = [str(other) for other in path.parent.glob(f'*{path.suffix}')] if path.suffix else shipped_configs()
         raise InputError(f'--config={path}: file not found; {nearest(str(path), sorted(others))}') from None
 

@@ -116,7 +116,8 @@ def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | 
     logger.info(
         f'{headline(config)}; '
         f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in '
-        f'{micro_batches(config.accumulation)} of {config.train.per_device_batch_size} per device; attention kernel {config.model.attention}'
+        f'{micro_batches(config.accumulation)} of {config.train.per_device_batch_size} per device; '
+        f'attention kernel {config.model.attention}'
         f'{"; train.deterministic=true" if config.train.deterministic else ""}'
     )
     for line in startup_text(forecast):
