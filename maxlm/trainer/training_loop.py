@@ -37,7 +37,6 @@ from maxlm.training.decisions.run_control import (
 from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.state import TrainState, evaluated_params, with_progress
 
-
 # A new length of the run is reported if it differs by more than this fraction from the last reported one.
 LENGTH_CHANGE = 0.02
 
