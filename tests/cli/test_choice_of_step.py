@@ -18,7 +18,9 @@ from maxlm.cli.hints import HINTS
 from maxlm.config.keys import declared_keys
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
+from tests.adapters import adapter_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.small import model_keys, small_config
 
 LOSSES = {2: 4.79, 4: 4.94, 6: 5.41}
 NEWEST, BEST = 6, 2
@@ -26,18 +28,21 @@ USED = {
     '': 'using step 6 (5.4100), the newest; the lowest validation loss is that of step 2 (4.7900): ',
     '@best': 'using step 2 (4.7900), which has the lowest validation loss; the newest is step 6 (5.4100)',
 }
-SETTINGS = {'model__dim': 32, 'model__num_heads': 4, 'model__num_layers': 1, 'data__seq_len': 16}
-TRAIN = (
-    '--config={run}/config.json --config.data.path={data} --config.train.num_steps=1 --workdir={new} '
-    '--config.train.check_kernels=false --config.metrics.tensorboard=false '
-)
+SIZES = {**model_keys(dim=32, num_heads=4, num_layers=1, vocab_size=260), 'data__seq_len': 16}
+SETTINGS = {**MODELS['llama'], **SIZES}
+TRAIN = [
+    '--config=tiny --config.data.path={data} --config.train.num_steps=1 --config.train.global_batch_size=8 '
+    '--workdir={new} --config.train.check_kernels=false --config.metrics.tensorboard=false '
+    '--config.train.init_from={run}',
+    *(f'--config.{key.replace("__", ".")}={value}' for key, value in SETTINGS.items()),
+]
 # Arguments of the commands that use the parameters of a checkpoint.
 USES = {
-    'train': TRAIN + '--config.train.init_from={run} --config.distill.teacher={run}',
+    'train': ' '.join([*TRAIN, '--config.distill.teacher={run}']),
     'distill': '--data={data} --teacher={run} --output={new} --seq-len=16 --top-k=4',
-    'grpo': TRAIN.replace('data.path={data}', 'grpo.prompts={prompts}')
-    + '--config.train.init_from={run} --config.train.objective=grpo --config.grpo.reward=length '
-    '--config.grpo.num_generations=8 --config.grpo.max_completion_length=4',
+    'grpo': ' '.join(TRAIN).replace('data.path={data}', 'grpo.prompts={prompts}')
+    + ' --config.train.objective=grpo --config.grpo.reward=length --config.grpo.num_generations=8 '
+    '--config.grpo.max_completion_length=4',
     'evaluate': '--checkpoint={run} --data={data} --num-batches=1',
     'generate': '--checkpoint={run} --prompt=a --max-tokens=2',
     'serve': '--checkpoint={run} --port=0 --slots=1',
@@ -52,6 +57,7 @@ USES = {
 OTHERS = {
     'configs show': 'prints a config',
     'prepare': 'writes data',
+    'questions': 'writes prompts',
     'fetch': 'copies files',
     'plan': 'compiles without parameters',
     'doctor': 'trains like train',
@@ -88,21 +94,21 @@ OTHER_NAMES = {
 def runs(tmp_path_factory):
     """Returns a function that makes runs in which only one step has parameters."""
     folder = tmp_path_factory.mktemp('runs')
-    adapters = {**SETTINGS, **MODELS['llama'], 'model__lora_rank': 2}
-    models = {'run': MODELS['llama'], 'lora': adapters, 'nanochat': MODELS['nanochat']}
+    models = {'run': SETTINGS, 'lora': {**SETTINGS, 'model__lora_rank': 2}, 'nanochat': {**MODELS['nanochat'], **SIZES}}
 
     def make(step):
         for name, settings in models.items():
             workdir = folder / str(step) / name
             if not workdir.exists():
-                _make_run(workdir, {**SETTINGS, **settings}, step)
+                _make_run(workdir, settings, step)
         return folder / str(step)
 
     return make
 
 
 def _make_run(workdir, settings, with_parameters):
-    make_workdir(workdir, settings, step=with_parameters)
+    changed = adapter_arrays(small_config(**settings).model) if 'model__lora_rank' in settings else {}
+    make_workdir(workdir, settings, step=with_parameters, changed=changed)
     steps = workdir / CHECKPOINTS_DIR
     for step, loss in LOSSES.items():
         if step != with_parameters:
@@ -125,7 +131,7 @@ def call(runs, dataset, tmp_path, monkeypatch, capfd):
         folder = runs(has)
         names = {name: f'{folder / name}{choice}' for name in ('run', 'lora', 'nanochat')}
         fields = {**names, 'data': dataset, 'prompts': tmp_path / 'prompts.jsonl', 'new': tmp_path / 'new'}
-        words = USES[command].replace('{run}/config', f'{folder}/run/config').format(**fields).split()
+        words = USES[command].format(**fields).split()
         code = exit_code(module_of(verb).main, [*subcommand, *words])
         return code, ''.join(capfd.readouterr()), names
 
