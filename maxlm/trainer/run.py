@@ -27,6 +27,7 @@ from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.filesystem import display_path
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.callbacks import Callback
@@ -138,8 +139,9 @@ def run(
         try:
             code = _train(prepared, source, context, heartbeats)
             if code == EXIT_DONE and jax.process_index() == 0:
-                losses = saved_losses(context.checkpoint_workdir)
-                choose_step(workdir, workdir, '', losses, verb='commands use')
+                if losses := saved_losses(context.checkpoint_workdir):
+                    name = display_path(workdir)
+                    choose_step(name, name, '', losses, verb='commands use')
             if code == EXIT_DONE and sized.export.at_end:
                 with timeline.phase('checkpoint'):
                     if final_export:

@@ -1,4 +1,4 @@
-"""Every command, config key and function takes the same step of a workdir: the newest, unless told otherwise.
+"""Every command, config key and function takes the same step of a workdir: the newest, unless another one is given.
 
 The losses of the run rise, and only one of its steps has parameters, so that nothing can use another one unnoticed.
 """

@@ -20,6 +20,7 @@ from maxlm.log import logger
 from maxlm.model.parameters import count_parameters
 from maxlm.planning.cost import HOUR, num_saves
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
+from maxlm.planning.targets import parse_target
 
 # Bytes of a parameter of an exported model, in bfloat16.
 EXPORT_BYTES = 2
@@ -67,14 +68,19 @@ def plan_phases(
         phases: the words of each phase.
         configs: config of each training phase, else None.
         target: name of the hardware, as for `Plan`; '' = unknown, without hours and dollars.
+
+    Raises:
+        InputError: the target does not exist.
     """
     # No program runs on an accelerator, and initializing one would take it from the phases.
     jax.config.update('jax_platforms', 'cpu')
+    if target:
+        parse_target(target)
     planned = []
     for number, (phase, config) in enumerate(zip(phases, configs, strict=True), start=1):
         if phase is not None:
             words = [word.removeprefix('--config=') for word in phase[1:] if word.startswith('--config=')]
-            name = ' '.join([phase[0], *words[:1]])
+            name = ' '.join([phase[1] if phase[0] == '-m' else phase[0], *words[:1]])
             planned.append(PlannedPhase(number, name) if config is None else _plan(number, name, config, target))
     return planned
 

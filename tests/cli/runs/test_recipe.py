@@ -52,12 +52,13 @@ def write_tokens(folder):
 
 def write_questions(folder):
     """Writes questions and a task of lm-eval about them, and returns the inputs of the recipe that replace the hub."""
-    rows = [{'question': f'{n}?', 'options': ['yes', 'no'], 'answer_idx': n % 2} for n in range(60)]
-    (folder / 'questions.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    rows = [json.dumps({'question': f'{n}?', 'options': ['yes', 'no'], 'answer_idx': n % 2}) for n in range(300)]
+    (folder / 'questions.jsonl').write_text('\n'.join(rows))
+    (folder / 'test.jsonl').write_text('\n'.join(rows[:20]))
     task = {
         'task': 'parity',
         'dataset_path': 'json',
-        'dataset_kwargs': {'data_files': {'test': str(folder / 'questions.jsonl')}},
+        'dataset_kwargs': {'data_files': {'test': str(folder / 'test.jsonl')}},
         'test_split': 'test',
         'output_type': 'multiple_choice',
         'doc_to_text': '{{question}}',

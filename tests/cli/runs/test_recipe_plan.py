@@ -8,7 +8,7 @@ import maxlm
 from maxlm.cli.execution import recipe_plan
 from maxlm.cli.runs import recipe
 from maxlm.config.loading import load
-from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests.conftest import ROOT
 
 
@@ -34,8 +34,9 @@ def test_the_phases_have_the_figures_of_plan(capsys, monkeypatch):
     number, name, steps, _, dollars, disk = cells(output, 2)
     assert (number, name, steps) == ('2', 'train configs/code.py:7b', '47,684')
     assert dollars == f'${plan.cost.dollars:,.0f}'
-    # Five checkpoints with float32 parameters and two moments.
-    assert float(disk.split()[0]) * 2**40 == pytest.approx(5 * 12 * 6.74e9, rel=0.02)
+    # The newest five checkpoints and the best one, with float32 parameters and two moments.
+    assert disk.endswith(' GiB')
+    assert float(disk.split()[0]) * 2**30 == pytest.approx(6 * 12 * 6.74e9, rel=0.01)
     # Data preparation is not planned.
     assert cells(output, 1) == ['1', 'prepare', '-', '-', '-', '-']
     # Instruction tuning is planned for 1000 steps, because its conversations do not exist yet.
@@ -57,6 +58,13 @@ def test_a_phase_that_does_not_fit_says_so(capsys, monkeypatch):
     words = ['--config=configs/1b.py', 'text=x', '--phase=2']
     assert 'does not fit rtx3080:1: needs ' in dry_run(capsys, *words, '--target=rtx3080:1')
     assert 'does not fit' not in dry_run(capsys, *words, '--target=h100:8')
+
+
+def test_an_unknown_target_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ['--config=configs/1b.py', 'text=x', '--dry-run', '--target=h999:1']
+    assert exit_code(recipe.main, words) == EXIT_BAD_INPUT
+    assert 'h999' in capsys.readouterr().err
 
 
 def test_checkpoints_and_the_export_fill_the_disk():
