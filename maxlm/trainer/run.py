@@ -138,10 +138,9 @@ def run(
         )
         try:
             code = _train(prepared, source, context, heartbeats)
-            if code == EXIT_DONE and jax.process_index() == 0:
-                if losses := saved_losses(context.checkpoint_workdir):
-                    name = display_path(workdir)
-                    choose_step(name, name, '', losses, verb='commands use')
+            if code == EXIT_DONE and jax.process_index() == 0 and (losses := saved_losses(context.checkpoint_workdir)):
+                name = display_path(workdir)
+                choose_step(name, name, '', losses, verb='commands use')
             if code == EXIT_DONE and sized.export.at_end:
                 with timeline.phase('checkpoint'):
                     if final_export:
