@@ -31,7 +31,7 @@ models above 30 billion parameters have 8-bit moments, as in the published set-u
 from ml_collections import ConfigDict
 
 from maxlm.config.loading import default
-from maxlm.config.smoke import shrink
+from maxlm.config.smoke import shrink, shrink_rollouts
 from maxlm.errors import InputError
 
 # variant → (layers, width, heads, key/value heads, feed-forward width, peak learning rate)
@@ -89,12 +89,7 @@ def get_config(variant: str = '7b') -> ConfigDict:
     if shape == 'smoke':
         shrink(config)
         if phase == 'rl':
-            config.train.num_steps = 4
-            config.train.global_batch_size = 16
-            config.grpo.num_generations = 4
-            config.grpo.prompts_per_rollout = 4
-            config.grpo.max_completion_length = 16
-            config.eval.interval = 0
+            shrink_rollouts(config)
     return config
 
 

@@ -1,12 +1,13 @@
 """GPT-NeoX with 1.41B parameters ("1.2B" without embeddings): width 2048, 24 layers, 16 heads, 25 % rotary dimensions.
 
-Command:   maxlm recipe --config=configs/neox.py:production_8gpu text=TOKENS tokenizer=ids:50257:50256
-           prepares TOKENS (.npz, .npy, .bin), trains in runs/neox-production_8gpu and exports the model. Without
-           tokenizer=, the input is text, on which a tokenizer is trained
+Command:   maxlm recipe --config=configs/neox.py:production_8gpu text=TOKENS
+           prepares TOKENS, nested directories of .npz files, trains in runs/neox-production_8gpu and exports the model.
+           Token files have the ids of GPT-2 unless tokenizer= states others. If TOKENS is text, a tokenizer is trained
 Variants:  test              published trial: 1000 steps of 2 sequences × 2 accumulation steps, the first five files
            production        published, two GPUs with 24 GB: 25 000 steps of 4 × 4 sequences per GPU
            production_8gpu   published, 8 GPUs: 590 625 steps (three epochs) of 8 × 4 sequences per GPU
            tuned_1gpu · tuned_24gb · tuned   one GPU with 80 GB, two with 24 GB, 8 with 80 GB; see below
+           tuned_10gb        one GPU with 10 GB, the published minimum: the same layers with a width of 1024 (410M)
            smoke             two narrow layers and 10 steps, to try the recipe on a CPU
            --config.train.num_steps=N sets another number of steps
 Hardware:  as above, test on one GPU with 40 GB or more; any number of devices that divides the batch gives the same
@@ -38,13 +39,18 @@ VARIANTS = {
     'tuned_1gpu': (2048, 20_000, 128, 8, 2e-4, 200, 1000, 10),
     'tuned_24gb': (2048, 20_000, 128, 2, 2e-4, 200, 1000, 10),
     'tuned': (2048, 14_000, 1024, 8, 2e-4, 140, 1000, 10),
+    'tuned_10gb': (2048, 31_000, 128, 2, 3e-4, 310, 1000, 10),
 }
 # Variants for devices with 24 GB.
 SMALL_MEMORY = ('production', 'tuned_24gb')
 
 
+# Ids of the published token files: those of GPT-2, whose <|endoftext|> ends a document.
+TOKEN_IDS = 'ids:50257:50256'
+
+
 def get_phases(variant: str = 'production_8gpu') -> list[str]:
-    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257')
+    tokenizer = {'test': 'bpe:8192', 'smoke': 'bpe:300'}.get(variant, 'bpe:50257') + f'|{TOKEN_IDS}'
     limit = ' --max-files 5' if variant == 'test' else ''
     return [
         f'prepare --input {{text}} --output data/neox-{variant} --tokenizer {{tokenizer:{tokenizer}}}{limit}',
@@ -62,12 +68,17 @@ def get_config(variant: str = 'production_8gpu') -> ConfigDict:
     config.model.family = 'gpt_neox'
     config.model.vocab_size = 50_257
     config.model.num_layers = 24
-    config.model.dim = 2048
+    # Pythia-410M; the state of the published model has 16 GB.
+    config.model.dim = 1024 if variant == 'tuned_10gb' else 2048
     config.model.num_heads = 16
-    config.model.ffn_dim = 8192
+    config.model.ffn_dim = 4 * config.model.dim
     # The fastest compiled programs that fit; on H100, 'dots_no_batch' is 7 % slower than 'none'.
     config.model.remat_policy = 'dots_no_batch' if variant in SMALL_MEMORY else 'none'
     config.model.scan_layers = False
+    if variant == 'tuned_10gb':
+        config.model.remat_policy = 'full'
+        config.model.scan_layers = True
+        config.optimizer.moment_dtype = 'bfloat16'
     # ZeRO-2 gathers parameters once per step; 24 GB are too small for a copy of all parameters.
     config.mesh.zero_stage = 3 if variant in SMALL_MEMORY else 2
 

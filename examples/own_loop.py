@@ -46,6 +46,7 @@ def main(argv: list[str] | None = None) -> list[float]:
                 manager.save(step, args=ocp.args.StandardSave(state))
         if previous is not None:
             losses.append(float(previous['loss']))
+            print(f'step {step}: loss {losses[-1]:.4f}')
     return losses
 
 

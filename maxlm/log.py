@@ -45,11 +45,16 @@ class _Formatter(logging.Formatter):
 class _ConsoleHandler(logging.Handler):
     """Prints log lines above a progress bar."""
 
+    def __init__(self, *, stderr: bool):
+        super().__init__()
+        self._stderr = stderr
+
     def emit(self, record: logging.LogRecord) -> None:
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stdout)
-        sys.stdout.flush()
+        file = sys.stderr if self._stderr else sys.stdout
+        tqdm.write(self.format(record), file=file)
+        file.flush()
 
 
 class _LogFile(logging.FileHandler):
@@ -74,11 +79,12 @@ class _LogFile(logging.FileHandler):
 class Console:
     """Sends `logger` to stdout and, if a workdir is given, to its run.log.
 
-    If there are several processes, the first logs for all. The others only print warnings, to stderr.
+    If there are several processes, the first logs for all. The others only print warnings, to stderr. With `stderr`,
+    all lines go there, for commands whose stdout contains only results.
     """
 
-    def __init__(self, workdir: Path | None = None, *, process: int = 0):
-        self._handlers: list[logging.Handler] = [_ConsoleHandler()]
+    def __init__(self, workdir: Path | None = None, *, process: int = 0, stderr: bool = False):
+        self._handlers: list[logging.Handler] = [_ConsoleHandler(stderr=stderr)]
         self._handlers[0].setFormatter(_Formatter())
         if process:
             warnings = logging.StreamHandler(sys.stderr)

@@ -103,5 +103,7 @@ def test_names_and_paths(tmp_path, monkeypatch):
     # A path is never replaced by a shipped config.
     assert str(find_config('configs/tiny')) == 'configs/tiny'
     assert str(find_config('tiny.py')) == 'tiny.py'
+    with pytest.raises(InputError, match=r'configs/1b.py: file not found; use --config=1b, a config of maxlm'):
+        load('configs/1b.py')
     with pytest.raises(InputError, match=r"tinny: file not found; did you mean 'tiny'"):
         load('tinny')

@@ -32,6 +32,7 @@ from maxlm.inference.scoring import LogprobScorer, windows
 from maxlm.model.decoder import without_padding
 from maxlm.model.layers.softcap import softcap
 from maxlm.training.state import Params, abstract_model
+from maxlm.workdir.step_dirs import with_step
 
 # Number of prompts that are continued at the same time.
 NUM_SLOTS = 8
@@ -52,12 +53,14 @@ class Model:
         step: step of the checkpoint.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], *, quantize: str = ''):
+    def __init__(self, checkpoint: str | os.PathLike[str], *, step: int | str = '', quantize: str = ''):
         """Loads a model. `maxlm.load(checkpoint)` does the same.
 
         Args:
-            checkpoint: a workdir (its step with the lowest validation loss), `WORKDIR@STEP`, or a directory in the
-                format of Hugging Face. A workdir may be in a bucket.
+            checkpoint: a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or a directory in the format of
+                Hugging Face. A workdir may be in a bucket.
+            step: step of the workdir: a number, or `best` for the step with the lowest validation loss; '' = as
+                `checkpoint` states.
             quantize: weight type (int8, int4 or fp8) to which the kernels are quantized in memory; '' = none.
 
         Raises:
@@ -66,8 +69,11 @@ class Model:
         stack = contextlib.ExitStack()
         # A model in the format of Hugging Face is imported into a temporary workdir.
         weakref.finalize(self, stack.close)
-        self._checkpoint = stack.enter_context(resolved_checkpoint(os.fspath(checkpoint)))
-        self._model = load_model(self._checkpoint, num_devices=1, quantize=quantize)
+        name = os.fspath(checkpoint)
+        found = stack.enter_context(resolved_checkpoint(name if step == '' else f'{name}@{step}'))
+        self._model = load_model(found, num_devices=1, quantize=quantize)
+        # A run that is still training may write a newer step.
+        self._checkpoint = with_step(found, self.step)
         self._engine: Engine | None = None
         self._scorer: LogprobScorer | None = None
         self._logits = jax.jit(self._forward)
@@ -271,6 +277,6 @@ class Model:
         )
 
 
-def load(checkpoint: str | os.PathLike[str], *, quantize: str = '') -> Model:
-    """Returns `Model(checkpoint, quantize=quantize)`."""
-    return Model(checkpoint, quantize=quantize)
+def load(checkpoint: str | os.PathLike[str], *, step: int | str = '', quantize: str = '') -> Model:
+    """Returns `Model(checkpoint, step=step, quantize=quantize)`."""
+    return Model(checkpoint, step=step, quantize=quantize)

@@ -25,6 +25,8 @@ from maxlm.planning.targets import CompilerMissingError, Target, check_compiler,
 BLACKWELL = (10, 0)
 # Default if neither the config nor the data set defines a vocabulary: that of GPT-2.
 USUAL_VOCABULARY = 50_257
+# Length of a run in epochs whose data set does not exist.
+ASSUMED_STEPS = 1000
 
 
 class Plan:
@@ -167,14 +169,16 @@ def planned_data(config: Config, vocab_size: int) -> Data:
     try:
         corpus = open_training_data(config.data, with_sources=False)
     except InputError as error:
+        windows = 1
         if config.train.num_epochs:
-            raise InputError(
-                f'train.num_epochs={config.train.num_epochs:g}: needs the data set, which cannot be read: {error}'
-            ) from error
+            windows = _windows_of_steps(config)
+            logger.warning(
+                f'train.num_epochs={config.train.num_epochs:g}: {error}; assuming data for {ASSUMED_STEPS:,} steps'
+            )
         if vocabulary:
-            return Data(vocabulary, windows=1)
+            return Data(vocabulary, windows)
         logger.warning(f'the data set cannot be read; assuming a vocabulary of {USUAL_VOCABULARY} ids (--vocab-size)')
-        return Data(USUAL_VOCABULARY, windows=1)
+        return Data(USUAL_VOCABULARY, windows)
     for line in filter(None, (source.row_summary(config.data) for source in corpus.sources)):
         logger.info(line)
     if corpus.training_windows is None and config.train.num_epochs:
@@ -183,3 +187,10 @@ def planned_data(config: Config, vocab_size: int) -> Data:
             'train.num_tokens'
         )
     return Data(vocab_size or corpus.first.vocab_size, corpus.training_windows or 1)
+
+
+def _windows_of_steps(config: Config) -> int:
+    """Returns the number of windows for which the epochs of a config are `ASSUMED_STEPS` steps."""
+    train = config.train
+    rows = train.global_batch_size or train.global_batch_size_tokens // config.data.seq_len
+    return max(1, round(ASSUMED_STEPS * rows / train.num_epochs))

@@ -11,7 +11,6 @@ from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.telemetry.events import ENDS
 from maxlm.telemetry.run_history import HistoryReader, RunHistory
-from maxlm.workdir.step_dirs import BEST
 
 
 class Run:
@@ -71,18 +70,17 @@ class Run:
         """Complete checkpoints, oldest first, with their sizes and validation losses."""
         return list_checkpoints(self.workdir)
 
-    def model(self, step: int | str = BEST, *, quantize: str = '') -> Model:
+    def model(self, step: int | str = '', *, quantize: str = '') -> Model:
         """Loads the model of a checkpoint.
 
         Args:
-            step: number of the step, or `best` for the step with the lowest validation loss, or else the last one.
+            step: number of the step, or `best` for the step with the lowest validation loss; '' = the newest step.
             quantize: see `Model`.
 
         Raises:
             InputError: there is no such checkpoint.
         """
-        checkpoint = self.workdir if step == BEST else f'{self.workdir}@{step}'
-        return Model(checkpoint, quantize=quantize)
+        return Model(self.workdir, step=step, quantize=quantize)
 
     def __repr__(self) -> str:
         return f'Run({self.workdir!r}: {self.outcome or "started"})'

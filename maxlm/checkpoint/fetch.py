@@ -55,7 +55,7 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     """Copies a step and the config, tokenizer and metrics of its run. Resumes an interrupted copy.
 
     Args:
-        checkpoint: `WORKDIR` (newest step), `WORKDIR@STEP` or `WORKDIR@best`; a directory or a URL.
+        checkpoint: `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best`, as for `choose_step`; a directory or a URL.
         output: destination workdir.
         weights_only: skip the optimizer state and the metrics.
         threads: number of files to copy in parallel.
@@ -64,8 +64,8 @@ def fetch_checkpoint(checkpoint: str, output: Path, *, weights_only: bool, threa
     Raises:
         InputError: the checkpoint is missing or cannot be read, or `output` already contains a step of this number.
     """
-    workdir, steps = resolve_checkpoint(checkpoint)
-    step = steps[-1].step
+    workdir, chosen = resolve_checkpoint(checkpoint)
+    step = chosen.step
     source = f'{workdir}/{CHECKPOINTS_DIR}/{step}'
     folder = output.resolve() / CHECKPOINTS_DIR
     finished = folder / str(step)
@@ -120,8 +120,8 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
         )
     if not is_url(checkpoint):
         return find_step(checkpoint)
-    workdir, steps = resolve_checkpoint(checkpoint)
-    step = steps[-1].step
+    workdir, chosen = resolve_checkpoint(checkpoint)
+    step = chosen.step
     output = cache_directory(workdir, cache, kind='weights')
     local_step = output / CHECKPOINTS_DIR / str(step)
     if local_step.is_dir() and not _is_copy(local_step, f'{workdir}/{CHECKPOINTS_DIR}/{step}'):

@@ -1,7 +1,14 @@
-"""Lists the checkpoints of a workdir or bucket with sizes and losses, without reading arrays."""
+"""Lists the checkpoints of a workdir or bucket with sizes and losses, and chooses one, without reading arrays.
+
+`WORKDIR` is its newest step, `WORKDIR@best` the step with the lowest validation loss, and `WORKDIR@STEP` a step by its
+number. All commands, config keys and functions use this rule. If the newest step is not the best one, a line names the
+used step and the reason.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,11 +17,16 @@ from maxlm.checkpoint.item_metadata import JSON_FILE
 from maxlm.checkpoint.restore import VALIDATION_LOSS
 from maxlm.checkpoint.retention import Losses, best_step
 from maxlm.errors import InputError
+from maxlm.formatting import format_loss
+from maxlm.log import logger
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import display_path, is_url, list_directory, read_bytes, walk
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, COMMIT_MARKER, DAMAGED, DAMAGED_MARKER, split_name
+
+# The level of the line. The API shows warnings even if the program does not configure logging.
+LEVEL = logging.WARNING
 
 
 class CheckpointInfo(NamedTuple):
@@ -38,49 +50,73 @@ class CheckpointRef(NamedTuple):
 
     Attributes:
         workdir: workdir as given by the user.
-        steps: the requested step, or all steps if none was requested.
+        checkpoint: the chosen step.
     """
 
     workdir: str
-    steps: list[CheckpointInfo]
+    checkpoint: CheckpointInfo
 
 
-def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
-    """Resolves `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best`, a local directory or a URL.
-
-    Raises:
-        InputError: the workdir has no checkpoint, or not the requested one.
-    """
-    workdir, step_name = split_name(checkpoint)
-    steps = list_checkpoints(workdir)
-    chosen = select_step(display_path(checkpoint), display_path(workdir), step_name, losses_of(steps))
-    return CheckpointRef(workdir, [one for one in steps if one.step == chosen or not step_name])
-
-
-def select_step(reference: str, workdir: str, step_name: str, losses: Losses) -> int:
-    """Returns the step of a workdir with the number `step_name`, the `best` one, or the newest one if it is ''.
+def choose_step(
+    reference: str, workdir: str, step_name: str, losses: Losses, *, verb: str = 'using', level: int = LEVEL
+) -> int:
+    """Returns the step of a workdir: the newest one, the best one or the one with a number.
 
     Args:
         reference: checkpoint as given by the user, for error messages.
-        workdir: its workdir, for error messages.
-        step_name: second result of `split_name`.
-        losses: existing checkpoints.
+        workdir: its workdir as given by the user, for messages.
+        step_name: second result of `split_name`: '' = the newest step, `best`, or a number.
+        losses: validation losses of the existing checkpoints.
+        verb: what the caller does with the step, for the log line.
+        level: level of the log line. Processes other than the first only log warnings.
 
     Raises:
         InputError: there is no such step.
     """
     if not losses:
         raise InputError(f'{reference}: no checkpoint in {workdir}/{CHECKPOINTS_DIR}; choose a workdir of maxlm train')
-    if not step_name:
-        return max(losses)
-    steps = {str(step): step for step in sorted(losses)}
-    chosen = best_step(losses) if step_name == BEST else steps.get(step_name)
-    if chosen is None:
-        reason = f'step {step_name!r} does not exist'
+    newest, best = max(losses), best_step(losses)
+    if step_name not in ('', BEST):
+        steps = {str(step): step for step in losses}
+        if step_name not in steps:
+            raise InputError(f'{reference}: step {step_name!r} does not exist; {_available(losses)}')
+        return steps[step_name]
+    if step_name == BEST and best is None:
+        raise InputError(f'{reference}: no step was saved with a validation loss (eval.interval); {_available(losses)}')
+    if best not in (None, newest) and logger.isEnabledFor(level):
+        assert best is not None
+        lowest, last = (f'step {step}{_loss_text(losses[step])}' for step in (best, newest))
         if step_name == BEST:
-            reason = 'no step was saved with a validation loss (eval.interval)'
-        raise InputError(f'{reference}: {reason}; available steps: {", ".join(steps)}')
-    return chosen
+            line = f'{verb} {lowest}, which has the lowest validation loss; the newest is {last}'
+        else:
+            line = f'{verb} {last}, the newest; the lowest validation loss is that of {lowest}: {workdir}@{BEST}'
+        _log_once(level, f'{workdir}: {line}')
+    return newest if best is None or not step_name else best
+
+
+def resolve_checkpoint(checkpoint: str) -> CheckpointRef:
+    """Chooses one step of `WORKDIR`, `WORKDIR@STEP` or `WORKDIR@best`, a local directory or a URL; see `choose_step`.
+
+    Raises:
+        InputError: the workdir has no checkpoint, or not the requested one.
+    """
+    workdir, step_name = split_name(checkpoint)
+    steps = list_checkpoints(workdir)
+    chosen = choose_step(display_path(checkpoint), display_path(workdir), step_name, losses_of(steps))
+    return CheckpointRef(workdir, next(one for one in steps if one.step == chosen))
+
+
+def resolve_checkpoints(checkpoint: str) -> tuple[str, list[CheckpointInfo]]:
+    """Returns the workdir of a reference with the requested step, or with all steps if none is requested.
+
+    Raises:
+        InputError: the workdir has no checkpoint, or not the requested one.
+    """
+    workdir, step_name = split_name(checkpoint)
+    if not step_name and (steps := list_checkpoints(workdir)):
+        return workdir, steps
+    chosen = resolve_checkpoint(checkpoint)
+    return chosen.workdir, [chosen.checkpoint]
 
 
 def list_checkpoints(workdir: str) -> list[CheckpointInfo]:
@@ -140,3 +176,17 @@ def _loss(workdir: str, step: int) -> float | None:
     except (StorageError, ValueError, KeyError, TypeError):
         return None
     return loss if isinstance(loss, float) else None
+
+
+def _available(losses: Losses) -> str:
+    return f'available steps: {", ".join(map(str, sorted(losses)))}'
+
+
+def _loss_text(loss: float | None) -> str:
+    return ' (loss unknown)' if loss is None else f' ({format_loss(loss)})'
+
+
+@functools.cache
+def _log_once(level: int, line: str) -> None:
+    # A command may resolve the same checkpoint several times.
+    logger.log(level, line)

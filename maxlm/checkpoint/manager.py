@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import logging
 import math
 import threading
 import time
@@ -27,7 +28,7 @@ from etils import epath
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.async_save import SOURCE, AsyncSave, failure_reason
 from maxlm.checkpoint.item_metadata import REMEDY, CorruptCheckpointError, read_json
-from maxlm.checkpoint.listing import select_step
+from maxlm.checkpoint.listing import LEVEL, choose_step
 from maxlm.checkpoint.params import chunked_by_layer
 from maxlm.checkpoint.restore import VALIDATION_LOSS, RestoredState, is_params_only, items_of, progress_of, restore_step
 from maxlm.checkpoint.retention import RetentionPolicy, RetentionRules
@@ -35,13 +36,14 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.runtime.barrier import ProcessGroup
 from maxlm.training.state import TrainState
-from maxlm.workdir.step_dirs import BEST, CHECKPOINTS_DIR, StepDirectory, split_name, to_path
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
 # Time after which an unfinished save probes the bucket. A bucket client silently retries writes for 15 minutes. The
 # probe itself takes half a minute.
 PROBE_SECONDS = 20.0
 # Time that the next save waits for the previous one.
 BUSY_TIMEOUT_SECONDS = 10.0
+CHECKPOINT = '--checkpoint'
 
 
 class Checkpoints:
@@ -358,10 +360,10 @@ def saved_losses(workdir: Any) -> dict[int, float | None]:
     return losses
 
 
-def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
-    """Returns the directory of one step, given a workdir (newest step), `WORKDIR@STEP` or the step's directory.
+def find_step(checkpoint: str, *, key: str = CHECKPOINT) -> epath.Path:
+    """Returns the directory of one step, given a workdir, `WORKDIR@STEP`, `WORKDIR@best` or the step's directory.
 
-    `WORKDIR@best` is the step with the lowest validation loss. Each path may be a bucket URL (gs://…).
+    `choose_step` states the rule. Each path may be a bucket URL (gs://…).
 
     Raises:
         InputError: there is no such checkpoint. The message names the option `key` and lists the existing steps.
@@ -372,5 +374,7 @@ def find_step(checkpoint: str, *, key: str = '--checkpoint') -> epath.Path:
         parent = StepDirectory(directory.parent.parent)
         if parent.is_complete(directory.name):
             return directory
-    losses = saved_losses(directory) if step_name == BEST else dict.fromkeys(saved_steps(directory))
-    return directory / CHECKPOINTS_DIR / str(select_step(f'{key}={checkpoint}', str(directory), step_name, losses))
+    # All processes read the checkpoints that config keys name, and one of them reports the step.
+    level = LEVEL if key == CHECKPOINT else logging.INFO
+    step = choose_step(f'{key}={checkpoint}', workdir, step_name, saved_losses(directory), level=level)
+    return directory / CHECKPOINTS_DIR / str(step)

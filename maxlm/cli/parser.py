@@ -57,7 +57,7 @@ SHARED: dict[str, dict[str, Any]] = {
     '--checkpoint': {
         'type': PathOption(Kind.DIRECTORY, ANY),
         'required': True,
-        'help': 'workdir (newest step), WORKDIR@STEP, or directory of one step',
+        'help': 'workdir (newest step), WORKDIR@STEP, WORKDIR@best (lowest validation loss), or directory of one step',
     },
     '--data': {'type': PathOption(Kind.DIRECTORY, ANY), 'help': "data set of maxlm prepare (default: the run's)"},
     '--num-batches': {'type': number(0), 'default': 0, 'help': 'number of validation batches; 0 = all (default)'},

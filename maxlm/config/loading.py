@@ -138,11 +138,13 @@ def _check_file(path: Path) -> None:
             f'--config={path}: {os_message(error)}; choose a config file, such as configs/tiny.py'
         ) from error
     except OSError:
-        # Outside a checkout, `configs/1b.py` is meant to be the shipped `1b`.
-        shipped = f'; the shipped config is --config={path.stem}' if path.stem in shipped_configs() else ''
+        if path.stem in shipped_configs():
+            raise InputError(
+                f'--config={path}: file not found; use --config={path.stem}, a config of maxlm, or write it to a file '
+                f'with `maxlm configs show {path.stem}`'
+            ) from None
         others = [str(other) for other in path.parent.glob(f'*{path.suffix}')] if path.suffix else shipped_configs()
-        remedy = shipped if shipped and not others else f'; {nearest(str(path), sorted(others))}'
-        raise InputError(f'--config={path}: file not found{remedy}') from None
+        raise InputError(f'--config={path}: file not found; {nearest(str(path), sorted(others))}') from None
 
 
 def _read_json_file(path: Path, variant: str) -> ConfigDict:

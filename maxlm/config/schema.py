@@ -157,8 +157,8 @@ class TrainConfig:
     # Loss of your own for the next token, a function (logits, targets) → loss of each target; '' = cross-entropy.
     # Evaluation always computes the cross-entropy.
     loss: Literal[''] | FunctionName = ''
-    # Checkpoint that initializes the parameters of a new run: WORKDIR (latest step), WORKDIR@STEP or the directory of a
-    # step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
+    # Checkpoint that initializes the parameters of a new run: WORKDIR (newest step), WORKDIR@STEP, WORKDIR@best or the
+    # directory of a step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
     init_from: CheckpointPath = ''
     # Noise of the experts of a model that starts from a dense checkpoint, relative to the standard deviation of each
     # parameter.

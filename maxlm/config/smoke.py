@@ -55,3 +55,14 @@ def shrink(config: ConfigDict) -> ConfigDict:
 
     config.checkpoint.save_interval_steps = STEPS // 2
     return config
+
+
+def shrink_rollouts(config: ConfigDict) -> ConfigDict:
+    """Returns a config of `shrink` for GRPO with a few short responses; it is modified in place."""
+    config.train.num_steps = 4
+    config.train.global_batch_size = 16
+    config.grpo.num_generations = 4
+    config.grpo.prompts_per_rollout = 4
+    config.grpo.max_completion_length = 16
+    config.eval.interval = 0
+    return config

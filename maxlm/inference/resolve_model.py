@@ -1,4 +1,4 @@
-"""Resolves a model argument: a step of a workdir, its best step, or a Transformers directory."""
+"""Resolves a model argument: a checkpoint or a Transformers directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxlm.checkpoint.listing import losses_of, resolve_checkpoint
-from maxlm.checkpoint.retention import best_step
 from maxlm.errors import InputError
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import logger
-from maxlm.storage.filesystem import display_path, is_url
+from maxlm.storage.filesystem import is_url
 from maxlm.workdir.model_directory import is_model_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
@@ -21,8 +19,8 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     """Yields a checkpoint for `load_model`.
 
-    For a workdir, this is the step with the lowest validation loss, or the newest step if none has a validation loss.
-    A Transformers directory is imported into a temporary workdir, which is deleted on exit.
+    A Transformers directory is imported into a temporary workdir, which is deleted on exit. Other arguments are already
+    checkpoints.
 
     Raises:
         InputError: the model does not exist.
@@ -38,7 +36,7 @@ def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
             logger.info(f'{checkpoint}: {imported.class_name} with {imported.parameters:,} parameters')
             yield str(workdir)
         return
-    yield _best_checkpoint(checkpoint)
+    yield checkpoint
 
 
 def default_model_name(checkpoint: str) -> str:
@@ -47,21 +45,3 @@ def default_model_name(checkpoint: str) -> str:
     if path.parent.name == CHECKPOINTS_DIR:
         path = path.parent.parent
     return (path if is_url(checkpoint) else path.resolve()).name or 'model'
-
-
-def _best_checkpoint(checkpoint: str) -> str:
-    workdir, step_name = split_name(checkpoint)
-    path = Path(workdir)
-    if step_name or (path.name.isdigit() and path.parent.name == CHECKPOINTS_DIR):
-        return checkpoint
-    steps = resolve_checkpoint(checkpoint).steps
-    best = best_step(losses_of(steps))
-    if best is None:
-        logger.info(
-            f'{display_path(workdir)}: no step has a validation loss; serving the newest, step {steps[-1].step}'
-        )
-        return f'{workdir}@{steps[-1].step}'
-    logger.info(
-        f'{display_path(workdir)}: serving step {best}, which has the lowest validation loss; @STEP selects another'
-    )
-    return f'{workdir}@{best}'

@@ -255,11 +255,15 @@ def _cost(cost: Cost) -> list[tuple[str, str]]:
                 f'${cost.spot_price.dollars:.2f} ({cost.spot_price.source})',
             )
         )
+    # A cent is not worth a warning, and a local disk has no price.
+    storage = ''
+    if cost.storage_dollars_per_month >= 0.01:
+        storage = f': ${cost.storage_dollars_per_month:.2f} per month in a bucket'
     lines.append(
         (
             'checkpoint',
             f'{format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} '
-            f'during training; {cost.checkpoints_kept} kept: ${cost.storage_dollars_per_month:.2f} per month',
+            f'during training; {cost.checkpoints_kept} kept{storage}',
         )
     )
     return lines

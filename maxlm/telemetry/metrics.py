@@ -136,6 +136,9 @@ METRICS: dict[str, Metric] = {
     'eval/tokens/*': Metric('tokens', 'target tokens of one source in the evaluation'),
     'data/fraction/*': Metric('', 'fraction of all windows so far that are from one source'),
     'data/epoch/*': Metric('epochs', 'passes over one source so far'),
+    'data/document_length': Metric(
+        'tokens', 'mean length of the documents in the step, or of their parts in a window (data.document_mask)'
+    ),
     'data/seq_len': Metric('tokens', 'sequence length of the step'),
     'data/fim_fraction': Metric(
         '',

@@ -18,7 +18,7 @@ from maxlm.data.loader.batches import iterate
 from maxlm.data.loader.dataset import TrainingData, check_objective, open_training_data
 from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
-from maxlm.data.loader.windows import Batch
+from maxlm.data.loader.windows import Batch, mean_segment_length
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample, Samples
@@ -285,13 +285,16 @@ class TextBatches(BatchSource):
 
     def batch_metrics(self, batch: Batch) -> dict[str, float]:
         """See `BatchSource`."""
+        metrics = {}
+        if self.corpus.data.document_mask:
+            metrics['data/document_length'] = mean_segment_length(np.asarray(batch['segments']))
         if self._fim_ids is None:
-            return {}
+            return metrics
         end, is_token = self.corpus.first.end_of_document, batch['segments'] > 0
         if self.corpus.data.rows != 'stream':
             # The first token of a row may be the end of no document.
             is_token[:, 0] &= batch['tokens'][:, 0] != end
-        return {'data/fim_fraction': fim_fraction(batch['tokens'], is_token, self._fim_ids, end)}
+        return {**metrics, 'data/fim_fraction': fim_fraction(batch['tokens'], is_token, self._fim_ids, end)}
 
     @property
     def evaluation_fraction(self) -> float:

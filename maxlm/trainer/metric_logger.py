@@ -18,6 +18,7 @@ from maxlm.data.loader.batch_rows import Changes, sequences_after
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.log import logger
+from maxlm.telemetry.alerts import UTILIZATION
 from maxlm.telemetry.cost import cost_text
 from maxlm.telemetry.metrics import METRICS, MetricWriter, perplexity
 from maxlm.trainer.source_metrics import SourceMetrics
@@ -227,6 +228,7 @@ class MetricLogger:
             perf['memory/peak_gib'] = memory / 2**30
         num_steps = self._config.train.num_steps
         costs = self._costs(step, None if num_steps == UNDECIDED_STEPS else num_steps)
+        devices = self._devices()
         by_source: dict[str, float] = {}
         if 'source_loss' in values:
             by_source = self._sources.training_metrics(sequences, values['source_loss'], values['source_tokens'])
@@ -261,16 +263,17 @@ class MetricLogger:
                 **by_source,
                 **perf,
                 **costs,
-                **self._devices(),
+                **devices,
             },
         )
         self._interval = _Interval()
         mfu = f'  MFU {perf["perf/mfu"]:.1%}' if 'perf/mfu' in perf else ''
+        use = f'  device use {devices[UTILIZATION]:.0f}%' if UTILIZATION in devices else ''
         cost = f'  {text}' if (text := cost_text(costs)) else ''
         logger.info(
             f'step {step:>7}  loss {loss:.4f}  best {self.best_loss:.4f}  lr {values["learning_rate"]:.2e}  '
             f'grad norm {values["grad_norm"]:.3f}  {1 / perf["perf/step_time_seconds"]:.3g} steps/s  '
-            f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}  '
+            f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}{use}  '
             f'data wait {perf["perf/data_loading_seconds"] * 1e3:.1f} ms{cost}'
         )
         self._bar.set_postfix_str(f'loss {loss:.3f}{mfu}')

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import jax
 
+from maxlm.checkpoint.listing import choose_step
+from maxlm.checkpoint.manager import saved_losses
 from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
@@ -25,6 +27,7 @@ from maxlm.runtime.compilation_cache import enable_compilation_cache
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.malloc import trim_malloc
 from maxlm.storage.errors import TransientStorageError
+from maxlm.storage.filesystem import display_path
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.callbacks import Callback
@@ -135,6 +138,9 @@ def run(
         )
         try:
             code = _train(prepared, source, context, heartbeats)
+            if code == EXIT_DONE and jax.process_index() == 0 and (losses := saved_losses(context.checkpoint_workdir)):
+                name = display_path(workdir)
+                choose_step(name, name, '', losses, verb='commands use')
             if code == EXIT_DONE and sized.export.at_end:
                 with timeline.phase('checkpoint'):
                     if final_export:

@@ -286,11 +286,11 @@ def check_resume(name: str, config: Config) -> None:
     Raises:
         InputError: the checkpoint does not exist, has only parameters or is of another model.
     """
-    source, steps = resolve_checkpoint(name)
+    source, chosen = resolve_checkpoint(name)
     # Step 0 of an import is the start of a run.
-    if steps[-1].step and not steps[-1].optimizer_bytes:
+    if chosen.step and not chosen.optimizer_bytes:
         raise InputError(
-            f'--resume={display_path(name)}: step {steps[-1].step} has no optimizer state (--weights-only or '
+            f'--resume={display_path(name)}: step {chosen.step} has no optimizer state (--weights-only or '
             '--drop-optimizer); choose a step with optimizer state, or start from its parameters with train.init_from'
         )
     try:

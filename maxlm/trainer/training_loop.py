@@ -37,6 +37,9 @@ from maxlm.training.decisions.run_control import (
 from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.state import TrainState, evaluated_params, with_progress
 
+# A new length of the run is reported if it differs by more than this fraction from the last reported one.
+LENGTH_CHANGE = 0.02
+
 
 class _StopWhileWaitingError(Exception):
     """The run must stop while a step waits for data in preparation. The message is the stop request."""
@@ -75,6 +78,8 @@ class TrainingLoop:
         self._recorder, self._timeline = context.recorder, context.recorder.timeline
         self._services = open_services(stack, prepared, source, context, heartbeats)
         self._watchdog, self._stop_request = self._services.watchdog, self._services.stop_request
+        # Number of steps in the last line about the length that a budget gives.
+        self._reported_length = 0
         self._checkpoints = RunCheckpoints(self._services.checkpoint_manager, prepared, source, context)
 
     def restore(self) -> tuple[TrainState, RunControl]:
@@ -306,12 +311,14 @@ class TrainingLoop:
         if after.num_steps != decisions.num_steps:
             self._context.describe(self._config, after, self._source.tokenizer_path)
             self._metric_logger.change_config(apply_control(self._config, after))
-            text = (
-                f'at {after.step_seconds:.3g} s per step the budget allows {after.num_steps} steps; '
-                'the schedule ends there'
-            )
-            logger.info(f'step {step:>7}  {text}')
-            self._recorder.record_event('length', text, step=step, num_steps=after.num_steps)
+            if abs(after.num_steps - self._reported_length) > LENGTH_CHANGE * after.num_steps:
+                self._reported_length = after.num_steps
+                text = (
+                    f'at {after.step_seconds:.3g} s per step the budget allows {after.num_steps} steps; '
+                    'the schedule ends there'
+                )
+                logger.info(f'step {step:>7}  {text}')
+                self._recorder.record_event('length', text, step=step, num_steps=after.num_steps)
             if not decisions.num_steps:
                 self._metric_logger.log_sources(after.num_steps)
         return after

@@ -60,6 +60,15 @@ def split_name(checkpoint: str) -> tuple[str, str]:
     return (workdir.rstrip('/'), step) if workdir and can_be else (checkpoint.rstrip('/'), '')
 
 
+def with_step(checkpoint: str, step: int) -> str:
+    """Returns a reference to the step that was loaded for a checkpoint, so that later uses read the same step."""
+    workdir, _ = split_name(checkpoint)
+    path = Path(workdir)
+    if path.name == str(step) and path.parent.name == CHECKPOINTS_DIR:
+        return checkpoint
+    return f'{workdir}@{step}'
+
+
 class StepDirectory:
     """Directory WORKDIR/checkpoints. Only one process may change it."""
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.checkpoint import listing
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
@@ -44,18 +45,21 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize(
     ('given', 'step', 'fragments'),
     [
-        ('run', 2, 'serving step 2, which has the lowest validation loss'),
-        ('run/', 2, 'serving step 2, which has the lowest validation loss'),
+        ('run', 3, 'using step 3 (2.0000), the newest; the lowest validation loss is that of step 2 (1.0000): '),
+        ('run/', 3, 'the newest; the lowest validation loss is that of step 2'),
         ('run@3', 3, ''),
-        ('run@best', 2, ''),
+        ('run@best', 2, 'using step 2 (1.0000), which has the lowest validation loss; the newest is step 3 (2.0000)'),
         ('run/checkpoints/1', 1, ''),
-        ('unknown', 2, 'serving the newest, step 2'),
+        ('unknown', 2, ''),
     ],
 )
 def test_a_workdir(made, given, step, fragments, capsys):
+    listing._log_once.cache_clear()
     with Console(), resolved_checkpoint(f'{made}/{given}') as checkpoint:
         assert find_local_step(checkpoint).name == str(step)
-    assert fragments in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert fragments in output
+    assert bool(fragments) == bool(output)
     assert default_model_name(f'{made}/{given}') in ('run', 'unknown')
 
 

@@ -15,7 +15,7 @@ from maxlm.checkpoint.listing import (
     damaged_steps,
     list_checkpoints,
     losses_of,
-    resolve_checkpoint,
+    resolve_checkpoints,
 )
 from maxlm.checkpoint.restore import is_params_only
 from maxlm.checkpoint.retention import RetentionRules, steps_to_resume
@@ -29,7 +29,7 @@ from maxlm.storage.json_text import finite_json, parse_json
 from maxlm.storage.regular_files import read_text
 from maxlm.workdir.files import read_config
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, Owner, WorkdirLock, is_alive
-from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, to_path
+from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
 RULES = ('max_to_keep', 'keep_best', 'keep_period')
 
@@ -44,12 +44,12 @@ def execute(options: argparse.Namespace) -> int:
 def _list(options: argparse.Namespace) -> int:
     rows = []
     for reference in options.workdirs:
-        chosen = resolve_checkpoint(reference)
+        workdir, steps = resolve_checkpoints(reference)
         # The retention rules apply to all steps, even if only one is listed.
-        reasons = _reasons(chosen.workdir, list_checkpoints(chosen.workdir), options, need_config=False)
-        for one in chosen.steps:
+        reasons = _reasons(workdir, list_checkpoints(workdir), options, need_config=False)
+        for one in steps:
             kept = ', '.join(reasons[one.step]) or 'nothing'
-            rows.append((f'{display_path(chosen.workdir)}@{one.step}', one, kept))
+            rows.append((f'{display_path(workdir)}@{one.step}', one, kept))
     if options.json:
         for name, one, kept in rows:
             print(finite_json({'name': name, **one._asdict(), 'kept': kept}))
@@ -60,7 +60,7 @@ def _list(options: argparse.Namespace) -> int:
         loss = '-' if one.validation_loss is None else f'{one.validation_loss:.4f}'
         optimizer = format_bytes(one.optimizer_bytes) if one.optimizer_bytes else '-'
         print(f'{name:<{width}}  {format_bytes(one.bytes):>9}  {optimizer:>9}  {loss:>15}  {kept}')
-    for workdir in dict.fromkeys(resolve_checkpoint(reference).workdir for reference in options.workdirs):
+    for workdir in dict.fromkeys(split_name(reference)[0] for reference in options.workdirs):
         if names := damaged_steps(workdir):
             print(f'{display_path(workdir)}: damaged and set aside: {", ".join(names)}')
     print_generate(rows[-1][0])
@@ -70,9 +70,9 @@ def _list(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     num_damaged = 0
     for reference in options.workdirs:
-        chosen = resolve_checkpoint(reference)
-        workdir = Path(chosen.workdir)
-        for one in chosen.steps:
+        name, steps = resolve_checkpoints(reference)
+        workdir = Path(name)
+        for one in steps:
             found, num_sums = corrupt_arrays(to_path(workdir) / CHECKPOINTS_DIR / str(one.step))
             num_damaged += bool(found)
             for line in found:
@@ -90,13 +90,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     for reference in options.workdirs:
-        chosen = resolve_checkpoint(reference)
-        workdir, everything = Path(chosen.workdir), list_checkpoints(chosen.workdir)
-        reasons = _reasons(chosen.workdir, everything, options, need_config=True)
-        going = [one for one in chosen.steps if not reasons[one.step]]
+        name, steps = resolve_checkpoints(reference)
+        workdir, everything = Path(name), list_checkpoints(name)
+        reasons = _reasons(name, everything, options, need_config=True)
+        going = [one for one in steps if not reasons[one.step]]
         kept = [one for one in everything if one not in going]
         reduced = _reducible(workdir, kept, options) if options.drop_optimizer else []
-        reduced = [one for one in reduced if one in chosen.steps]
+        reduced = [one for one in reduced if one in steps]
         if (going or reduced) and not options.dry_run:
             _check_free(workdir)
             # While the lock is held, a new run cannot start.
@@ -147,7 +147,8 @@ def _fetch(options: argparse.Namespace) -> int:
     if found.errors:
         return EXIT_FAILED
     print(f'{found.directory}: {format_bytes(found.bytes)}, {found.num_checksums} checksums verified')
-    print_generate(options.output)
+    # The directory may contain other steps.
+    print_generate(f'{options.output}@{found.directory.name}')
     return EXIT_DONE
 
 

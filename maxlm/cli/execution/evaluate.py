@@ -48,7 +48,7 @@ def execute(options: argparse.Namespace) -> int:
         assessment = EvalRun(parse_tasks(options.tasks), _assessment_config(options))
     found = []
     for checkpoint in options.checkpoint:
-        with Console():
+        with Console(stderr=True):
             model = load_model(checkpoint, num_devices=jax.device_count())
         found.append(_evaluate(checkpoint, model, assessment, options))
         del model

@@ -30,7 +30,7 @@ def execute(options: argparse.Namespace) -> None:
         repetition_penalty=options.repetition_penalty,
     )
 
-    with Console():
+    with Console(stderr=True):
         model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
 
     def request(ids: list[int]) -> Request:

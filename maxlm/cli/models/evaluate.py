@@ -1,9 +1,9 @@
 """Evaluates checkpoints: `maxlm evaluate --checkpoint=runs/first [--data=DIR] [--tasks=arc_easy,needle]`.
 
-A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Several checkpoints are
-compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval benchmarks, task
-files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE or needle, and reports the loss only if --data is
-given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --filter decontaminate:FILE`.
+A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Several
+checkpoints are compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval
+benchmarks, task files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE or needle, and reports the loss only
+if --data is given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --filter decontaminate:FILE`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_parser() -> ArgumentParser:
         '--checkpoint',
         action='append',
         type=SHARED['--checkpoint']['type'],
-        help='workdir, WORKDIR@STEP or directory of one step; repeatable, others are compared with the first',
+        help=f'{SHARED["--checkpoint"]["help"]}; repeatable, others are compared with the first',
     )
     subject.add_argument(
         '--export-texts',

@@ -6,11 +6,11 @@
     maxlm hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
     maxlm hf export-nanochat --checkpoint=CKPT --output=DIR [--dtype=bfloat16]
 
-CKPT is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. import creates a workdir with the
-model as step 0, for evaluation, generation, and further training with `--config.train.init_from=WORKDIR`. For a run
-with adapters (model.lora_rank), export merges them into the model, and export-adapter writes only the adapters, for
-PEFT. export-gguf writes one file for llama.cpp, for the architectures that it runs (docs/models.md). Quantized weights
-are dequantized.
+CKPT is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. import creates a
+workdir with the model as step 0, for evaluation, generation, and further training with
+`--config.train.init_from=WORKDIR`. For a run with adapters (model.lora_rank), export merges them into the model, and
+export-adapter writes only the adapters, for PEFT. export-gguf writes one file for llama.cpp, for the architectures that
+it runs (docs/models.md). Quantized weights are dequantized.
 
 import also reads the files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without
 running their pickles, and export-nanochat writes them.

@@ -1,9 +1,9 @@
 """Quantizes a model to 8 or 4 bits: `maxlm quantize --checkpoint=runs/a --format=int8 --output=runs/a-int8`.
 
-The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, or the directory of one step. Kernels of the blocks are
-stored as integer or float8 codes with scales. Embedding, head, norms and biases are unchanged. The new workdir can be
-used for inference but not for training. Afterwards, the validation loss of both models is compared on the data of the
-run or on --data; --no-eval skips the comparison.
+The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Kernels of
+the blocks are stored as integer or float8 codes with scales. Embedding, head, norms and biases are unchanged. The new
+workdir can be used for inference but not for training. Afterwards, the validation loss of both models is compared on
+the data of the run or on --data; --no-eval skips the comparison.
 """
 
 from __future__ import annotations

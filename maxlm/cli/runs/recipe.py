@@ -4,11 +4,13 @@ The phases are the commands that `get_phases(variant)` of the config file return
 model. NAME=PATH arguments fill in the {NAME} fields of the commands. Each phase resumes where it stopped, so the same
 command continues an interrupted recipe. `train` and `grpo` restart after failures (see maxlm supervise). The first
 phase that fails ends the recipe with its exit code. Arguments --config.section.key=value apply to all phases that
-train. Before the first phase, the inputs and configs of all phases are checked.
+train. Before the first phase, the inputs and configs of all phases are checked, and their times, prices and disk space
+are printed. --phase=N runs only one phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import string
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from maxlm.cli.commands import TRAINING
 from maxlm.cli.hints import HINTS, print_next
-from maxlm.cli.parser import ArgumentParser, command_parser
+from maxlm.cli.parser import ArgumentParser, command_parser, number
 from maxlm.cli.process import run
 from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
@@ -73,19 +75,52 @@ def parse_inputs(inputs: Sequence[str], fields: Mapping[str, str]) -> dict[str, 
     return values
 
 
-def fill_in(phase: str, values: Mapping[str, str]) -> list[str]:
+def fill_in(phase: str, values: Mapping[str, str], *, for_tokens: bool = False) -> list[str]:
     """Splits a phase into words and replaces its {NAME} and {NAME:DEFAULT} fields. A value may contain several words.
+
+    A default `TEXT|TOKENS` is TOKENS if the phase reads token files (`for_tokens`), else TEXT.
 
     Raises:
         InputError: a field has neither a value nor a default.
     """
     text = ''
     for literal, name, default, _ in string.Formatter().parse(phase):
-        value = '' if name is None else values.get(name) or default
+        texts, _, tokens = (default or '').partition('|')
+        value = '' if name is None else values.get(name) or (for_tokens and tokens) or texts
         if name is not None and not value:
             raise InputError(f'the phase {phase!r} needs {name}; add {name}=PATH to the command line')
         text += literal + (value or '')
     return shlex.split(text)
+
+
+def fill_in_all(templates: Sequence[str], values: Mapping[str, str], *, only: int = 0) -> list[list[str] | None]:
+    """Returns the words of all phases, or None for phases other than the phase `only` (from 1; 0 = all).
+
+    Raises:
+        InputError: a field of a returned phase has neither a value nor a default, or there is no phase `only`.
+    """
+    if only > len(templates):
+        raise InputError(f'--phase={only}: the recipe has {len(templates)} phases; choose one of them')
+    phases: list[list[str] | None] = []
+    for position, template in enumerate(templates, start=1):
+        phase = fill_in(template, values) if only in (0, position) else None
+        if phase and phase[0] == 'prepare' and reads_tokens(phase[1:]):
+            phase = fill_in(template, values, for_tokens=True)
+        phases.append(phase)
+    return phases
+
+
+def reads_tokens(arguments: Sequence[str]) -> bool:
+    """Returns True if the arguments of `maxlm prepare` name local token files, or a directory that contains some."""
+    from maxlm.cli.setup.prepare import parse  # slow to import
+    from maxlm.data.formats.discovery import find_inputs
+
+    # Parsing and reading the inputs is repeated later, with errors.
+    with contextlib.suppress(InputError):
+        options = parse([*arguments, '--tokenizer=bytes'])
+        local = [path for path in options.input if ':' not in path]
+        return any(file.kind == 'tokens' for file in find_inputs(local, exclude=options.exclude))
+    return False
 
 
 def to_command(phase: Sequence[str], overrides: Sequence[str], launcher: Sequence[str]) -> list[str]:
@@ -104,35 +139,41 @@ def to_command(phase: Sequence[str], overrides: Sequence[str], launcher: Sequenc
     return [sys.executable, *(phase if verb == '-m' else ['-m', f'maxlm.{verb}', *arguments])]
 
 
-def check_phases(phases: Sequence[Sequence[str]], overrides: Sequence[str]) -> list[Config | None]:
-    """Loads the config of each training phase, so that an invalid one is found before the first phase starts."""
+def check_phases(phases: Sequence[Sequence[str] | None], overrides: Sequence[str]) -> list[Config | None]:
+    """Loads the config of each training phase, so that an invalid one is found before the first phase starts.
+
+    A phase that is None does not run.
+    """
     from maxlm.config.loading import load  # slow to import
 
     configs: list[Config | None] = []
-    for verb, *arguments in phases:
+    for phase in phases:
+        verb, *arguments = phase or ('',)
         specs = [argument.removeprefix('--config=') for argument in arguments if argument.startswith('--config=')]
         own, _ = split_overrides(arguments)
         configs.append(load(specs[0], [*own, *overrides]) if verb in TRAINING and specs else None)
     return configs
 
 
-def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | None]) -> None:
+def check_inputs(phases: Sequence[Sequence[str] | None], configs: Sequence[Config | None]) -> None:
     """Checks the inputs of all phases as the phases do, except for files that earlier phases write.
 
     Args:
-        phases: the words of each phase.
+        phases: the words of each phase; None for phases that do not run.
         configs: config of each training phase, else None.
 
     Raises:
         InputError: an input is missing or unusable. The message names the phase.
     """
     from maxlm.cli.setup.prepare import parse
+    from maxlm.data.formats.discovery import find_inputs
     from maxlm.data.formats.jsonl import read_objects  # slow to import
     from maxlm.data.prepare.prepare_dataset import check_preparation
 
     vocabularies: dict[str, int] = {}
-    for number, ((verb, *arguments), config) in enumerate(zip(phases, configs, strict=True), start=1):
-        earlier = EarlierPhases(phases[: number - 1])
+    for position, (phase, config) in enumerate(zip(phases, configs, strict=True), start=1):
+        verb, *arguments = phase or ('',)
+        earlier = EarlierPhases([before for before in phases[: position - 1] if before])
         try:
             if verb == 'prepare':
                 # Parsing checks that the tokenizer exists.
@@ -141,6 +182,8 @@ def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | Non
                 if not any(map(earlier.will_write, (*options.input, *options.validation))):
                     size = check_preparation(options, has_tokenizer=not is_pending)
                     vocabularies[str(options.output)] = size or 0
+            elif verb == 'questions':
+                find_inputs([find_option(arguments, '--input')])
             elif config:
                 _check_vocabulary(config, vocabularies)
                 for path in (config.grpo.prompts, config.grpo.eval_prompts) if verb == 'grpo' else ():
@@ -150,7 +193,7 @@ def check_inputs(phases: Sequence[Sequence[str]], configs: Sequence[Config | Non
                             pass
         except InputError as error:
             hint = next((hint for message, hint in HINTS_BY_ERROR.items() if message in str(error)), '')
-            raise InputError(f'phase {number} of {len(phases)} ({verb}): {error}{hint}') from error
+            raise InputError(f'phase {position} of {len(phases)} ({verb}): {error}{hint}') from error
 
 
 class EarlierPhases:
@@ -159,7 +202,7 @@ class EarlierPhases:
     def __init__(self, phases: Sequence[Sequence[str]]):
         self._outputs = [find_option(phase, '--output') or find_workdir(phase) for phase in phases]
         # Other commands may write any file.
-        self._are_known = all(phase[0] in ('prepare', *TRAINING) for phase in phases)
+        self._are_known = all(phase[0] in ('prepare', 'questions', *TRAINING) for phase in phases)
 
     def will_write(self, path: str) -> bool:
         """Returns True if a path does not exist yet and the phases may write it."""
@@ -178,11 +221,17 @@ def _check_vocabulary(config: Config, vocabularies: Mapping[str, int]) -> None:
         )
 
 
-def run_phases(commands: Sequence[Sequence[str]], *, max_failures: int) -> int:
-    """Runs the commands in order until one fails or a signal arrives, and returns the exit code of the last one."""
-    for number, command in enumerate(commands, start=1):
+def run_phases(commands: Sequence[Sequence[str] | None], *, max_failures: int) -> int:
+    """Runs the commands in order until one fails or a signal arrives, and returns the exit code of the last one.
+
+    A command that is None does not run.
+    """
+    last = max(position for position, command in enumerate(commands, start=1) if command)
+    for position, command in enumerate(commands, start=1):
+        if command is None:
+            continue
         print(
-            f'recipe: phase {number} of {len(commands)}: {shlex.join(public_command(command))}',
+            f'recipe: phase {position} of {len(commands)}: {shlex.join(public_command(command))}',
             file=sys.stderr,
             flush=True,
         )
@@ -191,9 +240,9 @@ def run_phases(commands: Sequence[Sequence[str]], *, max_failures: int) -> int:
         supervisor = Supervisor(command, policy)
         code = supervisor.run()
         if code != EXIT_DONE:
-            print(f'recipe: phase {number} of {len(commands)} ended with exit code {code}', file=sys.stderr)
+            print(f'recipe: phase {position} of {len(commands)} ended with exit code {code}', file=sys.stderr)
             return code
-        if supervisor.is_stopped and number < len(commands):
+        if supervisor.is_stopped and position < last:
             return EXIT_PREEMPTED
     return EXIT_DONE
 
@@ -206,19 +255,24 @@ def main(argv: list[str]) -> int:
 
     templates = load_phases(options.config)
     values = parse_inputs(options.inputs, fields_of(templates)) | {'config': options.config.partition(':')[0]}
-    phases = [fill_in(phase, values) for phase in templates]
+    phases = fill_in_all(templates, values, only=options.phase)
     configs = check_phases(phases, overrides)
-    commands = [to_command(phase, overrides, shlex.split(options.launcher)) for phase in phases]
+    commands = [phase and to_command(phase, overrides, shlex.split(options.launcher)) for phase in phases]
+    from maxlm.cli.execution.recipe_plan import plan_phases, plan_text, present_target
+
+    target = options.target or present_target()
     if options.dry_run:
-        print('\n'.join(f'would run: {shlex.join(command)}' for command in commands))
+        print('\n'.join(f'would run: {shlex.join(command)}' for command in commands if command))
+        print(plan_text(plan_phases(phases, configs, target), target))
         return EXIT_DONE
     check_inputs(phases, configs)
+    print(plan_text(plan_phases(phases, configs, target), target), file=sys.stderr, flush=True)
     # Each phase would print the command of the next one.
     before = os.environ.get(HINTS, '1')
     os.environ[HINTS] = '0'
     code = run_phases(commands, max_failures=options.max_failures)
     os.environ[HINTS] = before
-    workdirs = [find_workdir(phase) for phase in phases if phase[0] in TRAINING]
+    workdirs = [find_workdir(phase) for phase in phases if phase and phase[0] in TRAINING]
     if code == EXIT_DONE and workdirs:
         print_next('maxlm', 'report', workdirs[-1])
     return code
@@ -234,7 +288,16 @@ def make_parser() -> ArgumentParser:
         metavar='COMMAND',
         help="command that starts training, such as 'launch/gpu_node.sh --once --' (default: this interpreter)",
     )
-    parser.add_shared('--dry-run', help='print the commands without running them')
+    parser.add_argument(
+        '--phase', type=number(1), default=0, metavar='N', help='number of the only phase to run (default: all)'
+    )
+    parser.add_argument(
+        '--target',
+        default='',
+        metavar='NAME',
+        help='hardware of the printed plan, as for maxlm plan, e.g. h100:8 (default: the GPUs of this machine)',
+    )
+    parser.add_shared('--dry-run', help='print the commands and the plan without running them')
     return parser
 
 

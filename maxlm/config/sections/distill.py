@@ -12,7 +12,7 @@ from maxlm.storage.paths import Kind, PathOption
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    # Checkpoint of the teacher: WORKDIR (latest step), WORKDIR@STEP or the directory of a step, also in a
+    # Checkpoint of the teacher: WORKDIR (newest step), WORKDIR@STEP, WORKDIR@best or the directory of a step, also in a
     # bucket (gs://). Its size and architecture may differ from those of the run, but its tokenizer must be the same.
     # '' = no distillation.
     teacher: CheckpointPath = ''

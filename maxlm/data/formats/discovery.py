@@ -58,7 +58,7 @@ def find_inputs(
         paths: local paths, URLs, globs of both, `hf:NAME[:CONFIG][@REVISION][#SPLIT]`, `hf:DIRECTORY[#SPLIT]`,
             `tfds:NAME[/CONFIG][:VERSION][#SPLIT]`, `tfds:DIRECTORY[#SPLIT]`.
         exclude: names or patterns (`*.npy`) of entries to skip in directories and globs.
-        max_files: maximum number of files per input, the first by name; 0 = all.
+        max_files: maximum number of files per input, the first by name, also of a streamed dataset; 0 = all.
         max_record_bytes: maximum line length of Hugging Face datasets, whose first rows are read here.
         on_skipped: called with the files of directories and globs that contain no text.
 
@@ -68,7 +68,7 @@ def find_inputs(
     """
     inputs = []
     for path in paths:
-        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped)
+        files = _files_of(os.fspath(path), tuple(exclude), max_record_bytes, on_skipped, max_files)
         inputs.append(files[: max_files or len(files)])
     _refuse_shared_files(inputs)
     _refuse_masks([file for group in inputs for file in group])
@@ -89,10 +89,12 @@ def refuse_overlap(training: Sequence[InputFile], validation: Sequence[InputFile
             raise InputError(f'{display_path(file.path)} is in --validation and in --input; move it out of one of them')
 
 
-def _files_of(path: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnSkipped) -> list[InputFile]:
+def _files_of(
+    path: str, exclude: tuple[str, ...], max_record_bytes: int, on_skipped: OnSkipped, max_files: int
+) -> list[InputFile]:
     for prefix, kind in DATASET_PREFIXES.items():
         if path.startswith(prefix):
-            return [_dataset(path, kind, max_record_bytes)]
+            return [_dataset(path, kind, max_record_bytes, max_files)]
     # Local files, including file:// URLs, are read without fsspec.
     path = path.removeprefix('file://')
     try:
@@ -104,7 +106,7 @@ def _files_of(path: str, exclude: tuple[str, ...], max_record_bytes: int, on_ski
             _refuse_unread([entry])
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
         if hf_datasets.is_saved(path):
-            return [_dataset(f'{hf_datasets.PREFIX}{path}', 'hub', max_record_bytes)]
+            return [_dataset(f'{hf_datasets.PREFIX}{path}', 'hub', max_record_bytes, max_files)]
         entries = list(_walk(path, exclude))
         _refuse_saved(entries)
         files = _select_files(entries, source, on_skipped)
@@ -117,8 +119,8 @@ def _files_of(path: str, exclude: tuple[str, ...], max_record_bytes: int, on_ski
     return files
 
 
-def _dataset(spec: str, kind: str, max_record_bytes: int) -> InputFile:
-    return hf_datasets.find(spec, max_record_bytes) if kind == 'hub' else tfds.find(spec)
+def _dataset(spec: str, kind: str, max_record_bytes: int, max_files: int) -> InputFile:
+    return hf_datasets.find(spec, max_record_bytes, max_files) if kind == 'hub' else tfds.find(spec)
 
 
 def _is_glob(path: str) -> bool:

@@ -36,6 +36,8 @@ PREFIX = 'hf:'
 SPELLING = 'hf:NAME[:CONFIG][@REVISION][#SPLIT] or hf:DIRECTORY[#SPLIT]'
 # Files that `save_to_disk` writes beside the data: of a data set, and of a dictionary of splits.
 SAVED_FILES = ('state.json', 'dataset_dict.json')
+# End of the version of a dataset of which only the first files are read.
+_PART = re.compile(r', (\d+) of \d+ files$')
 _SPEC = re.compile(r'(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[^@#]+))?(@(?P<revision>[^#]+))?')
 
 
@@ -54,8 +56,10 @@ class _Spec:
         return f'{PREFIX}{self.directory or self.name}{config}{revision}#{self.split or "train"}'
 
 
-def find(spec_text: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
+def find(spec_text: str, max_record_bytes: int = MAX_RECORD_BYTES, max_files: int = 0) -> InputFile:
     """Returns the input file of a spec `hf:…`. Lines of its files may have up to `max_record_bytes`.
+
+    If the dataset is streamed, at most its first `max_files` files are read; 0 = all.
 
     Raises:
         InputError: the spec is malformed, the dataset, configuration, revision or split does not exist or cannot be
@@ -76,6 +80,9 @@ def find(spec_text: str, max_record_bytes: int = MAX_RECORD_BYTES) -> InputFile:
     dataset = _open(str(spec), version)
     if not spec.directory:
         size = _size(dataset, spec)
+    if max_files and _is_streamed(dataset) and dataset.num_shards > max_files:
+        size = max_files * max(size // dataset.num_shards, 1)
+        version = f'{version}, {max_files} of {dataset.num_shards} files'
     return InputFile(str(spec), f'{name}#{spec.split or "train"}', source, 'hub', size, version)
 
 
@@ -99,6 +106,8 @@ def bounds(file: InputFile) -> Sequence[int]:
     """Returns the unit boundaries. Units are rows if `save_to_disk` wrote the dataset, else shards, of equal sizes."""
     dataset = _open(file.path, file.version)
     count = dataset.num_shards if _is_streamed(dataset) else len(dataset)
+    if part := _PART.search(file.version):
+        count = min(count, int(part[1]))
     unit = max(file.size // max(count, 1), 1)
     return range(0, count * unit + 1, unit)
 

@@ -190,3 +190,15 @@ def window_batch(
         positions[row, length:] = 0
     batch = {'tokens': tokens, 'targets': targets, 'weights': weights, 'segments': segments, 'positions': positions}
     return {name: rows.reshape(-1, T) for name, rows in batch.items()}
+
+
+def mean_segment_length(segments_BT: np.ndarray) -> float:
+    """Returns the mean number of tokens of the documents of a batch, or of their parts in a window.
+
+    Args:
+        segments_BT: number of the document of each token in its row; 0 for padding.
+    """
+    is_token_BT = segments_BT > 0
+    is_first_BT = is_token_BT.copy()
+    is_first_BT[:, 1:] &= segments_BT[:, 1:] != segments_BT[:, :-1]
+    return float(is_token_BT.sum() / max(1, is_first_BT.sum()))

@@ -22,7 +22,7 @@ RECIPES = {
     '1b': (['text'], 'runs/1b-smoke'),
     'neox': (['text'], 'runs/neox-smoke'),
     'depth': (['text'], 'runs/depth-smoke'),
-    'mix': (['source45', 'source25', 'source20', 'source10'], 'runs/mix-smoke'),
+    'mix': (['source45', 'source25', 'source20'], 'runs/mix-smoke-rl'),
     'code': (['code', 'chats', 'prompts'], 'runs/code-smoke-rl'),
 }
 
@@ -48,6 +48,27 @@ def write_tokens(folder):
         ids = np.where(mask, rng.integers(0, 50_000, (60, 200)), 50_256)
         np.savez(folder / name / 'x.npz', input_ids=ids, attention_mask=mask.astype('int64'))
     return folder
+
+
+def write_questions(folder):
+    """Writes questions and a task of lm-eval about them, and returns the inputs of the recipe that replace the hub."""
+    rows = [json.dumps({'question': f'{n}?', 'options': ['yes', 'no'], 'answer_idx': n % 2}) for n in range(300)]
+    (folder / 'questions.jsonl').write_text('\n'.join(rows))
+    (folder / 'test.jsonl').write_text('\n'.join(rows[:20]))
+    task = {
+        'task': 'parity',
+        'dataset_path': 'json',
+        'dataset_kwargs': {'data_files': {'test': str(folder / 'test.jsonl')}},
+        'test_split': 'test',
+        'output_type': 'multiple_choice',
+        'doc_to_text': '{{question}}',
+        'doc_to_choice': ['yes', 'no'],
+        'doc_to_target': '{{answer_idx}}',
+    }
+    # YAML contains JSON.
+    (folder / 'parity.yaml').write_text(json.dumps(task))
+    tasks = dict.fromkeys(('mmlu', 'medqa', 'arc'), str(folder / 'parity.yaml'))
+    return {'questions': str(folder / 'questions.jsonl'), **tasks}
 
 
 def run(*words):
@@ -78,7 +99,9 @@ def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, forked_phase
     inputs, workdir = RECIPES[name]
     values = dict.fromkeys(inputs, str(texts))
     if name == 'neox':
-        values = {'text': write_tokens(tmp_path / 'tokens'), 'tokenizer': 'ids:50257:50256'}
+        values = {'text': write_tokens(tmp_path / 'tokens')}
+    if name == 'mix':
+        values |= write_questions(tmp_path)
     if name == 'code':
         write_tasks(['synth', '--output=tasks', '--problems=100'])
         values |= {'chats': 'tasks/chats.jsonl', 'prompts': 'tasks/prompts.jsonl'}
@@ -87,6 +110,9 @@ def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, forked_phase
     losses = [line['train/loss'] for line in read_metrics(tmp_path / workdir) if 'train/loss' in line]
     assert losses
     assert np.isfinite(losses).all()
+    if name == 'mix':
+        scores = json.loads((tmp_path / workdir / 'arc/evaluation.json').read_text())
+        assert 'parity' in json.dumps(scores)
     if name == 'depth':
         assert {path.suffix for path in (tmp_path / workdir / 'nanochat').iterdir()} >= {'.pt', '.json'}
         return
@@ -154,7 +180,7 @@ def write_chats(folder):
     (folder / 'x.jsonl').write_text(pairs)
 
 
-MIX = [f'source{weight}=README.md' for weight in (45, 25, 10)]
+MIX = ['questions=README.md', *(f'source{weight}=README.md' for weight in (45, 25, 10))]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +203,7 @@ MIX = [f'source{weight}=README.md' for weight in (45, 25, 10)]
             ['--config=configs/1b.py:smoke', 'text=README.md', 'tokenizer=none.json'],
             'phase 1 of 2 (prepare): --tokenizer',
         ),
-        (['--config=configs/mix.py:smoke', 'source20=nowhere', *MIX], 'phase 3 of 5 (prepare): nowhere: '),
+        (['--config=configs/mix.py:smoke', 'source20=nowhere', *MIX], 'phase 4 of 10 (prepare): nowhere: '),
         (
             ['--config=configs/code.py:smoke', 'code=maxlm', 'chats=none.jsonl', 'prompts=x'],
             'phase 4 of 6 (prepare): none',
@@ -200,7 +226,11 @@ def test_bad_input_starts_no_phase(words, message, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ('write', 'words', 'message'),
     [
-        (write_tokens, [], r'--tokenizer=bpe:300 .*; give its tokenizer.json.*, as in tokenizer=ids:50257:50256'),
+        (
+            write_tokens,
+            ['tokenizer=bpe:300'],
+            r'--tokenizer=bpe:300 .*; give its tokenizer.json.*, as in tokenizer=ids:50257:50256',
+        ),
         (write_masks, ['tokenizer=ids:9'], r'x\.npz: contains the arrays a, b, and none is known'),
         (write_raw, ['tokenizer=ids:9'], r'x\.bin: .* add --token-dtype=.*, as in text="DIR --token-dtype=uint16"'),
         (write_chats, [], r'--pack-seq-len=0: preference pairs must be packed'),
@@ -246,8 +276,35 @@ def test_every_recipe_accepts_a_tokenizer(name, monkeypatch):
     phases = load_phases(f'configs/{file}.py:{variant}')
     fields = recipe.fields_of(phases)
     assert fields['tokenizer']
-    words = recipe.fill_in(phases[0], {**dict.fromkeys(fields, 'x'), 'tokenizer': 'mine.json'})
+    first = next(phase for phase in phases if phase.startswith('prepare'))
+    words = recipe.fill_in(first, {**dict.fromkeys(fields, 'x'), 'tokenizer': 'mine.json'})
     assert words[words.index('--tokenizer') + 1] == 'mine.json'
+
+
+def test_token_files_have_a_default_of_their_own(tmp_path):
+    """Nested archives take the default after the bar, and other inputs the one before it."""
+    phase = 'prepare --input {text} --output data/x --tokenizer {tokenizer:bpe:300|ids:9:8}'
+    (tmp_path / 'a.txt').write_text('text')
+    tokens = write_tokens(tmp_path / 'tokens')
+    for values, tokenizer in [
+        ({'text': f'{tmp_path}/a.txt'}, 'bpe:300'),
+        ({'text': str(tokens)}, 'ids:9:8'),
+        ({'text': f'{tokens} --max-files=1'}, 'ids:9:8'),
+        ({'text': str(tokens), 'tokenizer': 'ids:7'}, 'ids:7'),
+        ({'text': f'{tmp_path}/none'}, 'bpe:300'),
+    ]:
+        ((*_, last),) = recipe.fill_in_all([phase], values)
+        assert last == tokenizer, values
+
+
+@pytest.mark.multiprocess
+def test_one_phase_runs_alone_with_its_own_inputs(folder, capfd):
+    config = write_recipe(folder, "open('log', 'a').write('{text}')", "open('log', 'a').write('{other}')")
+    assert run(config, 'other=abc', '--phase=2') == EXIT_DONE
+    assert (folder / 'log').read_text() == 'abc'
+    assert 'phase 2 of 2' in capfd.readouterr().err
+    assert run(config, '--phase=3') == EXIT_BAD_INPUT
+    assert '--phase=3: the recipe has 2 phases' in capfd.readouterr().err
 
 
 def test_phases_must_be_commands(tmp_path):
@@ -261,7 +318,7 @@ def test_overrides_and_launcher_apply_to_training(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     words = ['--config=configs/1b.py:smoke', 'text=a b', '--config.train.num_steps=3', '--dry-run']
     assert run(*words, '--launcher=launch/gpu_node.sh --once --') == EXIT_DONE
-    prepare, train = capsys.readouterr().out.splitlines()
+    prepare, train, *_ = capsys.readouterr().out.splitlines()
     assert prepare.endswith('-m maxlm.prepare --input a b --output data/1b-smoke --tokenizer bpe:300')
     assert train == ('would run: launch/gpu_node.sh --once -- --config=configs/1b.py:smoke --config.train.num_steps=3')
 
@@ -272,11 +329,11 @@ def test_the_phases_of_the_published_sizes_load(name, monkeypatch):
     file, _, variant = name.partition(':')
     spec = f'configs/{file}.py' + (f':{variant}' if variant else '')
     fields = {'config': spec.partition(':')[0], **{each: 'x' for each in ('text', 'code', 'chats', 'prompts')}}
-    fields |= {f'source{weight}': 'x' for weight in (45, 25, 20, 10)}
     phases = [recipe.fill_in(phase, fields) for phase in load_phases(spec)]
     recipe.check_phases(phases, [])
-    # The first training phase reads what the first phase prepares.
-    output = phases[0][phases[0].index('--output') + 1]
+    # The first training phase reads what the first preparation writes.
+    prepare = next(phase for phase in phases if phase[0] == 'prepare')
+    output = prepare[prepare.index('--output') + 1]
     config = load(next(word for verb, word, *_ in phases if verb == 'train').removeprefix('--config='))
     paths = [path for path, _ in config.data.sources] or [config.data.path]
     assert output in paths

@@ -218,7 +218,6 @@ def test_sweep(run, tmp_path):
         ('1b.py', 'h100:8', ('--spot-share=2',), ['--spot-share=2']),
         ('1b.py', 'h100:8', ('--hours=0',), ['--hours=0']),
         ('1b.py', 'h100:8', ('--sweep=8,many',), ['--sweep=8,many']),
-        ('1b.py', 'h100:8', ('--config.train.num_epochs=2', '--config.data.path=nowhere'), ['num_epochs', 'nowhere']),
         ('1b.py', 'h100:8', ('--fits',), ['--fits']),
         ('1b.py', 'h100:8', ('--config.train.dollars=5',), ['train.dollars', 'train.price_per_hour']),
         ('1b.py', 'h100:8', ('--fit-scaling-law', 'run'), ['--fit-scaling-law', '--sweep']),
@@ -235,6 +234,17 @@ def test_bad_input(run, config, target, options, words):
     assert err.startswith('error: ')
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize('variant', ['7b-instruct', '7b-lora', '7b-qlora'])
+def test_epochs_of_data_that_do_not_exist_yet_are_a_thousand_steps(run, variant):
+    code, out, _ = run(f'code.py:{variant}', 'h100:8', '--estimate', '--config.data.path=nowhere')
+    assert code == EXIT_DONE
+    assert 'nowhere' in out
+    assert 'assuming data for 1,000 steps' in out
+    assert 'cost   ' in out
+    # A step has 64 sequences of 4096 tokens.
+    assert '1,000 steps, 262M tokens' in out
 
 
 def test_rows_that_begin_at_documents_are_counted(run, tmp_path):

@@ -10,9 +10,10 @@ import types
 
 import pytest
 
+from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import hf_datasets
 from maxlm.data.formats.discovery import find_inputs
-from maxlm.data.formats.file_ranges import split_file
+from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 
 TEXTS = [f'{i} ü\n' * (i % 7) if i % 5 else None for i in range(100)]
@@ -128,6 +129,7 @@ def test_lines_are_limited_after_other_uses_of_the_package(tmp_path):
     (tmp_path / 'set/train.jsonl').write_text(json.dumps({'text': 'x' * 3000}))
     program = f"""
 import datasets
+from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats import hf_datasets
 from maxlm.errors import InputError
 datasets.load_dataset_builder({str(tmp_path / 'set')!r})
@@ -198,6 +200,18 @@ def fake_hub(datasets, table, monkeypatch):
     hf_datasets._open.cache_clear()
     yield requests
     hf_datasets._open.cache_clear()
+
+
+def test_the_first_files_of_a_name(fake_hub):
+    """`--max-files 2` reads two of the three shards, and is another version of the data."""
+    every, part, more = (find_inputs(['hf:org/corpus'], max_files=limit)[0] for limit in (0, 2, 3))
+    assert (part.size, part.version) == (800, 'commit-of-None, 2 of 3 files')
+    assert more == every
+    ranges = split_file(part, 400)
+    assert [(file_range.start, file_range.stop) for file_range in ranges] == [(0, 1), (1, 2)]
+    texts = [document.text for one in ranges for document in read_documents(one, ReadOptions())]
+    # The shards have 34, 33 and 33 rows.
+    assert texts == [text for text in TEXTS[:67] if text]
 
 
 def test_a_name_is_streamed_at_one_commit(fake_hub, read):

@@ -7,7 +7,7 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader
 
 from maxlm.data.dataset.token_reader import TokenReader
-from maxlm.data.loader.windows import Sequences, window_batch
+from maxlm.data.loader.windows import Sequences, mean_segment_length, window_batch
 
 BLOCK = 8
 LENGTHS = [2, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 1000]
@@ -177,3 +177,10 @@ def test_streams_around_a_block_boundary(make_dataset, extra):
     stop = 2 * BLOCK + extra
     assert TokenReader(dataset, dataset.splits['train'].shards).read(0, 0, stop).tolist() == [*document, END]
     assert TokenReader(dataset, dataset.splits['train'].shards).read(0, stop - 2, stop).tolist() == [document[-1], END]
+
+
+def test_the_mean_length_of_documents():
+    """Rows of documents with 3 and 1 tokens; 4 tokens; and 2 tokens before padding: 10 tokens in 4 documents."""
+    segments = np.array([[1, 1, 1, 2], [1, 1, 1, 1], [1, 1, 0, 0]])
+    assert mean_segment_length(segments) == 10 / 4
+    assert mean_segment_length(np.zeros((2, 4), int)) == 0
