@@ -32,7 +32,7 @@ def number(minimum: float, maximum: float = float('inf'), kind: type = int) -> C
     def convert(text: str) -> Any:
         value = kind(text)
         if not minimum <= value <= maximum:
-            limit = f'at least {minimum:g}' if maximum == float('inf') else f'from {minimum:g} to {maximum:g}'
+            limit = f'at least {minimum:g}' if maximum == float('inf') else f'from {minimum:g} to {maximum:.10g}'
             raise argparse.ArgumentTypeError(f'={text}: must be {limit}')
         return value
 
