@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 
+from maxlm.serving.limits import ServerLimits
 from tests.serving.fake_engine import FakeEngine, served_by
 from tests.serving.serving_thread import ServerThread, client_of
 
@@ -63,7 +64,7 @@ def test_the_room_for_the_answer(client, engine):
 
 def test_a_server_limit_bounds_the_room():
     engine = FakeEngine(max_context=CONTEXT)
-    with ServerThread(served_by(engine), max_tokens=16) as server, client_of(server) as client:
+    with ServerThread(served_by(engine), limits=ServerLimits(max_tokens=16)) as server, client_of(server) as client:
         # With a quarter of the context, the first turn would not fit.
         assert ask(client, turns('a' * 60, 'b' * 20, 'c' * 100)).dropped_messages == 0
 

@@ -77,15 +77,19 @@ def test_a_message_that_is_too_long_alone(page, engine):
     assert 'The context length is 256 tokens; the prompt has' in page.texts('.error span')[0]
     # With another maximum or system prompt, the message might fit.
     assert page.texts('.error button') == ['Retry', 'Edit message']
-    set_up(page, max_tokens='')
+    page.click('#open-settings')
+    page.click('#reset')
+    page.click('#settings .strong')
     page.click('.error button')
     page.until('!running && document.querySelectorAll(".error button").length === 1')
     assert page.texts('.error button') == ['Edit message']
     page.click('.error button')
     page.run('document.activeElement.select(), 0')
     page.type('Short')
-    set_up(page, max_tokens=20)
+    page.press('Enter')
+    finished(page, 2)
     assert page.texts('.error') == []
+    assert page.texts('.user .content') == ['Hello', 'Short']
 
 
 def test_a_message_without_a_response_is_not_sent_again(page, engine):
