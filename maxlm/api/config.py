@@ -36,7 +36,7 @@ class Config(schema.Config):
         """Returns the keys whose values differ from the defaults of the model family, without secrets."""
         defaults = flatten(make_config({'model': {'family': self.model.family}}))
         changed = {key: value for key, value in flatten(self).items() if value != defaults[key]}
-        return f'Config({({"model.family": self.model.family} | changed)!r})'
+        return f'Config({ ({"model.family": self.model.family} | changed)!r})'
 
     @classmethod
     def get(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -89,4 +89,4 @@ class Run:
         summary = self.summary
         losses = [f'{name}={summary[name]:.4g}' for name in ('train/loss', 'eval/loss') if name in summary]
         step = [f'step {summary["step"]:,}'] if summary else []
-        return f'Run({", ".join([f"{self.workdir!r}: {self.outcome or 'started'}", *step, *losses])})'
+        return f'Run({self.workdir!r}: {", ".join([self.outcome or "started", *step, *losses])})'

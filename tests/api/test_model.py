@@ -39,7 +39,8 @@ def test_it_describes_the_checkpoint(model):
     assert isinstance(model, maxlm.Model)
     assert (model.step, model.config.model.family, model.tokenizer.vocab_size) == (5, 'llama', 257)
     assert repr(model).startswith("Model('")
-    assert f'step 5, {sum(leaf.size for leaf in jax.tree.leaves(model.params)):,} parameters, context 96, ' in repr(model)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    assert f': step 5, {num_parameters:,} parameters, context 96, ' in repr(model)
 
 
 def test_sampling_options_are_the_fields_of_the_settings():

@@ -15,7 +15,7 @@ from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.fit_conversation import answer_length, fit_conversation
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.prompts import chat_prompt, text_prompt
+from maxlm.inference.prompts import chat_prompt
 
 NEW, SYSTEM, QUIT = '/new', '/system', '/quit'
 HELP = f'{QUIT} or Ctrl-D exits, Ctrl-C stops a response'
