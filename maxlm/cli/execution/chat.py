@@ -19,9 +19,9 @@ def execute(options: argparse.Namespace) -> None:
     """Loads the model and answers lines until the end of the input."""
     terminal = standard_terminal()
     # In a pipe, the output consists of the answers.
-    with Console() if terminal.is_interactive else contextlib.nullcontext():
-        with resolved_checkpoint(options.checkpoint) as checkpoint:
-            model = load_model(checkpoint, num_devices=1, quantize=options.quantize)
+    console = Console() if terminal.is_interactive else contextlib.nullcontext()
+    with console, resolved_checkpoint(options.checkpoint) as checkpoint:
+        model = load_model(checkpoint, num_devices=1, quantize=options.quantize)
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -32,7 +32,7 @@ def execute(options: argparse.Namespace) -> None:
     engine = Engine(model, num_slots=1, cache=options.kv_cache_dtype, num_draft_tokens=options.num_draft_tokens)
 
     def request(ids: list[int]) -> Request:
-        # The engine reports a prompt that leaves no room for a token.
+        # The engine reports a prompt that fills the context.
         max_tokens = options.max_tokens or max(1, engine.max_context - len(ids))
         return Request(tuple(ids), max_tokens, sampling, seed=options.seed, stops=tuple(options.stop or ()))
 

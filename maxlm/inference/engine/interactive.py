@@ -31,7 +31,8 @@ class Terminal(NamedTuple):
         read_line: reads a line after showing a prompt, like `input`. EOFError ends the session.
         output: receives the responses.
         notes: receives help, errors and notes about the conversation.
-        is_interactive: a person types the lines. Otherwise there are no prompts and no help, and errors end the session.
+        is_interactive: a person types the lines. Otherwise there are no prompts and no help, and an error ends the
+            session.
     """
 
     read_line: Callable[[str], str]
