@@ -76,7 +76,7 @@ def test_a_message_that_is_too_long_alone(page, engine):
     page.until('document.querySelector(".error")')
     assert 'The context length is 256 tokens; the prompt has' in page.texts('.error span')[0]
     # With another maximum or system prompt, the message might fit.
-    assert page.texts('.error button') == ['Retry', 'Edit message']
+    assert page.texts('.error button') == ['Edit message', 'Retry']
     page.click('#open-settings')
     page.click('#reset')
     page.click('#settings .strong')

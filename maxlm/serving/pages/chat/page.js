@@ -97,8 +97,8 @@ function renderTurn(turn, index, isUnseen) {
   }
   article.append(tools);
   if (turn.error) {
-    const error = renderError(turn.error, canRetry(turn) ? () => retry(index) : null);
-    if (turn.isTooLong) error.append(button('Edit message', () => edit(index - 1, log.querySelectorAll('.turn')[index - 1]), ''));
+    const editMessage = () => edit(index - 1, log.querySelectorAll('.turn')[index - 1]);
+    const error = renderError(turn.error, canRetry(turn) && (() => retry(index)), turn.isTooLong && editMessage);
     article.replaceChildren(...(turn.content ? [content] : []), error);
   }
   return article;
@@ -107,8 +107,10 @@ function renderTurn(turn, index, isUnseen) {
 // Returns false if the same request would fail again: the prompt alone is too long, and no setting adds to it.
 const canRetry = (turn) => !turn.isTooLong || Boolean(settings.max_tokens || settings.system.trim());
 
-function renderError(message, onRetry) {
-  const node = element('div', 'error', element('span', '', message), ...(onRetry ? [button('Retry', onRetry, '')] : []));
+function renderError(message, onRetry, onEdit) {
+  const node = element('div', 'error', element('span', '', message));
+  if (onEdit) node.append(button('Edit message', onEdit, ''));
+  if (onRetry) node.append(button('Retry', onRetry, ''));
   node.setAttribute('role', 'alert');
   return node;
 }
@@ -245,7 +247,7 @@ async function continueText() {
   $('speed').textContent = turn.stats;
   log.replaceChildren();
   if (turn.error) {
-    log.append(renderError(turn.error, canRetry(turn) ? continueText : null));
+    log.append(renderError(turn.error, canRetry(turn) && continueText));
   }
   setBusy();
 }
