@@ -26,8 +26,8 @@ next(model.stream('a', tok_k=1))
 config.lr = 3
 config.train.num_steps = 3
 """
-# Line → the part of mypy's message that names the problem.
-REPORTED = {
+# Line → the part of a message of mypy that names the type or the problem.
+MYPY = {
     5: 'Revealed type is "str"',
     6: 'Revealed type is "str"',
     7: 'Revealed type is "int"',
@@ -83,6 +83,6 @@ def test_mypy_checks_a_script_of_a_user(environment, tmp_path):
     command += ['--no-error-summary', '--cache-dir=/dev/null']
     output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
     lines = re.findall(r'^script\.py:(\d+): (.*)', output, re.MULTILINE)
-    assert output.count('\n') == len(lines) == len(REPORTED), output
+    assert output.count('\n') == len(lines) == len(MYPY), output
     for number, message in lines:
-        assert REPORTED[int(number)] in message
+        assert MYPY[int(number)] in message
