@@ -3,6 +3,7 @@
 Type checkers read the paths in .pth files, but do not execute import hooks.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -36,6 +37,17 @@ MYPY = {
     10: 'Unexpected keyword argument "tok_k" for "stream" of "Model"',
     11: '"Config" has no attribute "lr"',
     12: 'Property "num_steps" defined in "TrainConfig" is read-only',
+}
+# The same lines for pyright.
+PYRIGHT = {
+    5: 'is "str"',
+    6: 'is "str"',
+    7: 'is "int"',
+    8: 'No parameter named "temprature"',
+    9: 'cannot be assigned to parameter "temperature" of type "float"',
+    10: 'No parameter named "tok_k"',
+    11: 'Attribute "lr" is unknown',
+    12: 'Attribute "num_steps" is read-only',
 }
 
 
@@ -87,3 +99,18 @@ def test_mypy_checks_a_script_of_a_user(environment, tmp_path):
     assert [int(number) for number, _ in lines] == [*MYPY], output
     for number, message in lines:
         assert MYPY[int(number)] in message
+
+
+@pytest.mark.multiprocess
+def test_pyright_checks_a_script_of_a_user(environment, tmp_path):
+    (tmp_path / 'script.py').write_text(SCRIPT)
+    command = [sys.executable, '-m', 'basedpyright', '--outputjson', '--pythonpath', environment / 'bin/python']
+    output = subprocess.run([*command, 'script.py'], cwd=tmp_path, capture_output=True, text=True).stdout
+    found = {
+        entry['range']['start']['line'] + 1: entry['message']
+        for entry in json.loads(output)['generalDiagnostics']
+        if entry['severity'] in ('error', 'information')
+    }
+    assert list(found) == [*PYRIGHT], output
+    for number, message in found.items():
+        assert PYRIGHT[number] in message
