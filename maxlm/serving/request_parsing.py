@@ -259,7 +259,8 @@ def conversation_ids(
             template_kwargs=options.chat_template_kwargs if options else None,
         )
         # Check the length after rendering, because a template may omit much of its input.
-        check_size(rendered.text, served, 'messages')
+        # The names of its special tokens are longer than other tokens of some tokenizers.
+        check_size(rendered.text, served, 'messages', parse_special=True)
         return chat.encode_rendered(rendered).tolist()
 
     def fits(turns: Sequence[Mapping[str, Any]]) -> bool:
