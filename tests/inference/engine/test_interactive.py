@@ -90,16 +90,16 @@ def test_the_system_prompt_can_be_changed(model, engine):
 
 
 def test_the_oldest_turns_are_dropped(model, engine):
-    """The context has 96 tokens, of which 5 are kept free for the answer."""
+    """The context has 100 tokens, of which 5 are kept free for the answer."""
     session = Session(model, engine, 'a' * 30, 'b' * 30, 'c' * 30, 'd' * 100, chat=True, system='S')
     assert session.prompts[1].startswith(f'<|system|>S<|user|>{"a" * 30}<|assistant|>')
     assert session.prompts[2].startswith(f'<|system|>S<|user|>{"b" * 30}<|assistant|>')
-    note = '(The context of 96 tokens is full. The model no longer sees the oldest 2 messages.)'
+    note = '(The context of 100 tokens is full. The model no longer sees the oldest 2 messages.)'
     # The last message stays, so that the error is about it.
     assert session.prompts[3] == f'<|system|>S<|user|>{"d" * 100}<|assistant|>'
     _, dropped, error = session.notes.splitlines()[:3]
     assert dropped == note
-    assert error.startswith('max_tokens=5: the prompt has 104 tokens and the context length is 96')
+    assert error.startswith('max_tokens=5: the prompt has 104 tokens and the context length is 100')
 
 
 def test_a_pipe_receives_only_answers(model, engine):
