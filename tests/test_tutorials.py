@@ -1,6 +1,7 @@
 """Tutorials: every command runs, in order, with small models in place of the shipped ones."""
 
 import importlib
+import io
 import shutil
 
 import pytest
@@ -41,6 +42,8 @@ def directory(tmp_path, monkeypatch):
 def test_commands_run_in_order(directory, monkeypatch, capsys):
     monkeypatch.setattr(Engine, 'warm_up', lambda self, on_program: None)
     monkeypatch.setattr('maxlm.cli.execution.serve.serve_until_stopped', lambda running: EXIT_DONE)
+    # The user of `maxlm chat` sends one message.
+    monkeypatch.setattr('sys.stdin', io.StringIO('What is a list?\n'))
     commands = [words for name in PAGES for words in command_lines(page(name))]
     assert len(commands) >= 18
     for _, _, module, *argv in commands:

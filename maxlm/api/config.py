@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from maxlm.checkpoint.teacher import with_teacher
 from maxlm.config import schema
 from maxlm.config.loading import load, override
+from maxlm.config.serialization import flatten, make_config
 from maxlm.planning.machine import local_resolver
 
 if TYPE_CHECKING:
     from maxlm.api.dataset import Dataset
 
 
+# A subclass of a frozen dataclass that is not declared as frozen accepts new attributes.
+@dataclasses.dataclass(frozen=True, repr=False)
 class Config(schema.Config):
     """The config of a run in the Python API: `schema.Config` with methods that load, change and resolve it.
 
@@ -28,6 +31,12 @@ class Config(schema.Config):
         >>> config.replace({'model.num_layers': 2}).model.num_layers
         2
     """
+
+    def __repr__(self) -> str:
+        """Returns the keys whose values differ from the defaults of the model family, without secrets."""
+        defaults = flatten(make_config({'model': {'family': self.model.family}}))
+        changed = {key: value for key, value in flatten(self).items() if value != defaults[key]}
+        return f'Config({ ({"model.family": self.model.family} | changed)!r})'
 
     @classmethod
     def get(cls, name: str, overrides: Mapping[str, Any] | None = None) -> Config:

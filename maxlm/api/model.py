@@ -11,13 +11,14 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlm.api.sampling_options import SamplingOptions
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -31,6 +32,7 @@ from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, windows
 from maxlm.model.decoder import without_padding
 from maxlm.model.layers.softcap import softcap
+from maxlm.model.parameters import count_parameters
 from maxlm.training.state import Params, abstract_model
 from maxlm.workdir.step_dirs import with_step
 
@@ -106,9 +108,11 @@ class Model:
         return self.tokenizer.boundary_names
 
     def __repr__(self) -> str:
-        """Returns a description with the checkpoint, its step and the special tokens."""
+        """Returns a description with the checkpoint, its step, the size of the model and the special tokens."""
+        model = self.config.model
+        size = f'{count_parameters(model):,} parameters, context {model.max_positions:,}'
         tokens = ', '.join(f'{name}={value!r}' for name, value in self.special_tokens.items())
-        return f'Model({self._checkpoint!r}, step={self.step}, {tokens})'
+        return f'Model({self._checkpoint!r}: step {self.step:,}, {size}, {tokens})'
 
     def generate(
         self,
@@ -118,7 +122,7 @@ class Model:
         seed: int = 0,
         stop: Sequence[str] = (),
         parse_special: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> str:
         """Returns a continuation of a text.
 
@@ -128,7 +132,7 @@ class Model:
             seed: seed of the samples.
             stop: strings that end the continuation and are not part of it.
             parse_special: encode names of special tokens in the prompt as their ids, e.g. in a rendered chat.
-            **sampling: fields of `Sampling`, such as `temperature=0` for the most likely tokens, `top_k` and `top_p`.
+            **sampling: see `SamplingOptions`, for example `temperature=0` for the most likely tokens.
 
         Raises:
             InputError: an argument is out of range, or prompt and continuation exceed the context.
@@ -138,18 +142,24 @@ class Model:
         )
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int = 128, seed: int = 0, **sampling: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int = 128,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        **sampling: Unpack[SamplingOptions],
     ) -> str:
         """Returns the answer to a conversation, for models with a chat template.
 
         Args:
             messages: messages with `role` and `content`, the last of them from the user.
-            max_tokens, seed, **sampling: see `generate`.
+            max_tokens, seed, stop, **sampling: see `generate`.
 
         Raises:
             InputError: as `generate`; or the model has no chat template, or the template rejects the messages.
         """
-        return ''.join(self.stream(messages, max_tokens=max_tokens, seed=seed, **sampling))
+        return ''.join(self.stream(messages, max_tokens=max_tokens, seed=seed, stop=stop, **sampling))
 
     def stream(
         self,
@@ -159,7 +169,7 @@ class Model:
         seed: int = 0,
         stop: Sequence[str] = (),
         parse_special: bool = False,
-        **sampling: Any,
+        **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
         """Returns an iterator over the parts of a continuation or answer, as they are generated.
 

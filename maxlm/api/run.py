@@ -83,4 +83,8 @@ class Run:
         return Model(self.workdir, step=step, quantize=quantize)
 
     def __repr__(self) -> str:
-        return f'Run({self.workdir!r}: {self.outcome or "started"})'
+        """Returns a description with the state of the run, its last step and its newest losses."""
+        summary = self.summary
+        losses = [f'{name}={summary[name]:.4g}' for name in ('train/loss', 'eval/loss') if name in summary]
+        step = [f'step {summary["step"]:,}'] if summary else []
+        return f'Run({self.workdir!r}: {", ".join([self.outcome or "started", *step, *losses])})'

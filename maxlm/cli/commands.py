@@ -35,7 +35,8 @@ COMMANDS = {
     'supervise': Command('runs', 'restart a run after failures while it makes progress'),
     'checkpoints': Command('models', 'list, verify, prune, fetch and merge checkpoints'),
     'evaluate': Command('models', 'evaluate checkpoints: loss, benchmarks, code and long contexts'),
-    'generate': Command('models', 'generate text from a checkpoint: prompts, files or a chat'),
+    'generate': Command('models', 'generate text from a checkpoint: prompts or files'),
+    'chat': Command('models', 'chat with a model in the terminal'),
     'serve': Command('models', 'serve a checkpoint with an OpenAI-compatible API and a chat page'),
     'quantize': Command('models', 'quantize a checkpoint to 8 or 4 bits and compare the losses'),
     'hf': Command('models', 'import and export models in Hugging Face Transformers format'),
@@ -44,7 +45,7 @@ COMMANDS = {
 # Commands that train. Their `main` also takes the start time of the process.
 TRAINING = ('train', 'grpo')
 # Commands that compute steps or tokens; see `maxlm.runtime.malloc.disable_malloc_trim`.
-COMPUTING = (*TRAINING, 'distill', 'evaluate', 'generate', 'serve')
+COMPUTING = (*TRAINING, 'distill', 'evaluate', 'generate', 'chat', 'serve')
 # Commands that continue without their output; see `maxlm.runtime.console.survive_lost_terminal`.
 WITHOUT_OUTPUT = (*TRAINING, 'distill', 'prepare', 'recipe', 'serve', 'supervise')
 

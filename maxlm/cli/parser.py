@@ -32,7 +32,7 @@ def number(minimum: float, maximum: float = float('inf'), kind: type = int) -> C
     def convert(text: str) -> Any:
         value = kind(text)
         if not minimum <= value <= maximum:
-            limit = f'at least {minimum:g}' if maximum == float('inf') else f'from {minimum:g} to {maximum:g}'
+            limit = f'at least {minimum:g}' if maximum == float('inf') else f'from {minimum:g} to {maximum:.10g}'
             raise argparse.ArgumentTypeError(f'={text}: must be {limit}')
         return value
 
@@ -59,6 +59,11 @@ SHARED: dict[str, dict[str, Any]] = {
         'required': True,
         'help': 'workdir (newest step), WORKDIR@STEP, WORKDIR@best (lowest validation loss), or directory of one step',
     },
+    'checkpoint': {
+        'type': PathOption(Kind.DIRECTORY, ANY),
+        'metavar': 'CHECKPOINT',
+        'help': 'workdir, WORKDIR@STEP, directory of one step, or Transformers directory',
+    },
     '--data': {'type': PathOption(Kind.DIRECTORY, ANY), 'help': "data set of maxlm prepare (default: the run's)"},
     '--num-batches': {'type': number(0), 'default': 0, 'help': 'number of validation batches; 0 = all (default)'},
     '--kv-cache-dtype': {
@@ -66,6 +71,29 @@ SHARED: dict[str, dict[str, Any]] = {
         'default': 'model',
         'help': 'dtype of the key-value cache (default %(default)s)',
     },
+    '--temperature': {'type': float, 'default': 0.8, 'help': 'sampling temperature; 0 = greedy (default 0.8)'},
+    '--top-k': {'type': int, 'default': 0, 'help': 'sample from the k most likely tokens; 0 = all (default)'},
+    '--top-p': {
+        'type': float,
+        'default': 1.0,
+        'help': 'sample from the most likely tokens up to this total probability (default 1)',
+    },
+    '--min-p': {
+        'type': float,
+        'default': 0.0,
+        'help': 'minimum probability relative to the most likely token (default 0)',
+    },
+    '--repetition-penalty': {
+        'type': float,
+        'default': 1.0,
+        'help': 'penalty for repeated tokens; 1 = none (default)',
+    },
+    '--stop': {
+        'action': 'append',
+        'type': text_argument,
+        'help': 'stop string, not included in the output; repeatable',
+    },
+    '--seed': {'type': number(0, 2**32 - 1), 'default': 0, 'help': 'random seed (default 0)'},
     '--quantize': {
         'choices': ('', *QUANTIZATION_GROUPS),
         'default': '',

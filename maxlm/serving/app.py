@@ -227,6 +227,7 @@ def _completion_response(
         with_log_probs=engine_requests.requests[0].top_log_probs is not None,
         has_tools=engine_requests.has_tools,
         requires_calls=engine_requests.requires_calls,
+        num_dropped=engine_requests.num_dropped,
         echoes=[echo for echo in engine_requests.echoes for _ in range(num_samples)],
         prompts=[request.prompt for request in engine_requests.requests for _ in range(num_samples)],
     )

@@ -15,6 +15,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
+from maxlm.inference.fit_conversation import answer_length, fit_conversation
 from maxlm.inference.prompts import infill_prompt, text_prompt
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.tool_calls import BEGIN
@@ -88,6 +89,7 @@ class EngineRequests(NamedTuple):
         requires_calls: responses consist of tool calls only.
         grammar_param: parameter that the grammar of the requests comes from.
         grammar_parts: grammar of each parameter that is a part of the grammar, for errors.
+        num_dropped: number of messages that were dropped; None = the request does not allow it.
     """
 
     requests: list[Request]
@@ -96,6 +98,7 @@ class EngineRequests(NamedTuple):
     requires_calls: bool = False
     grammar_param: str = RESPONSE_FORMAT
     grammar_parts: Mapping[str, str] = MappingProxyType({})
+    num_dropped: int | None = None
 
 
 def parse_completion_request(api_request: CompletionRequest, served: ServedModel, *, max_tokens: int) -> EngineRequests:
@@ -167,9 +170,14 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
     if options is not None:
         check_tools(api_request, served)
     tools = () if options is None else options.tools
-    ids = conversation_ids(api_request.messages, served, tools=tools, options=api_request)
     top_log_probs = (api_request.top_logprobs or 0) if api_request.logprobs else None
     limit = api_request.max_completion_tokens if api_request.max_tokens is None else api_request.max_tokens
+    # The longest prompt, if the oldest turns may be dropped.
+    room = served.engine.max_context - answer_length(served.engine.max_context, limit, max_tokens)
+    longest = room if api_request.truncation == 'auto' else None
+    ids, num_dropped = conversation_ids(
+        api_request.messages, served, tools=tools, options=api_request, max_prompt_tokens=longest
+    )
     request = _engine_request(
         ids,
         api_request,
@@ -181,11 +189,13 @@ def parse_chat_request(api_request: ChatCompletionRequest, served: ServedModel, 
         cache_salt=served.cache_salt(api_request.cache_salt),
         grammar='' if options is None else options.grammar,
     )
+    dropped = num_dropped if api_request.truncation == 'auto' else None
     if options is None:
-        return EngineRequests([request], [''])
+        return EngineRequests([request], [''], num_dropped=dropped)
     return EngineRequests(
         [request],
         [''],
+        num_dropped=dropped,
         has_tools=True,
         requires_calls=options.is_required,
         grammar_param='tools',
@@ -212,8 +222,19 @@ def conversation_ids(
     *,
     tools: Sequence[dict[str, Any]] = (),
     options: TemplateOptions | None = None,
-) -> list[int]:
+    max_prompt_tokens: int | None = None,
+) -> tuple[list[int], int]:
     """Returns the token ids of a conversation, by default with the beginning of its next message.
+
+    Args:
+        messages: messages of the conversation.
+        served: the served model.
+        tools: tools for the chat template.
+        options: options of the chat template.
+        max_prompt_tokens: drop the oldest turns of a longer conversation; None = keep all.
+
+    Returns:
+        The ids, and the number of messages that were dropped.
 
     Raises:
         ApiError: the model has no chat template, the template rejects the conversation, or the text is too long.
@@ -225,11 +246,12 @@ def conversation_ids(
             param='messages',
             code='no_chat_template',
         )
-    turns = [_turn(message, number, served) for number, message in enumerate(messages)]
+    chat = served.chat
     continues = bool(options and options.continue_final_message)
     begins_answer = options is None or options.add_generation_prompt is not False
-    try:
-        rendered = served.chat.render_prompt(
+
+    def encode(turns: Sequence[Mapping[str, Any]]) -> list[int]:
+        rendered = chat.render_prompt(
             turns,
             tools=tools,
             add_generation_prompt=not continues and begins_answer,
@@ -237,8 +259,23 @@ def conversation_ids(
             template_kwargs=options.chat_template_kwargs if options else None,
         )
         # Check the length after rendering, because a template may omit much of its input.
-        check_size(rendered.text, served, 'messages')
-        return served.chat.encode_rendered(rendered).tolist()
+        # The names of its special tokens are longer than other tokens of some tokenizers.
+        check_size(rendered.text, served, 'messages', parse_special=True)
+        return chat.encode_rendered(rendered).tolist()
+
+    def fits(turns: Sequence[Mapping[str, Any]]) -> bool:
+        # A template writes at least one token per message.
+        if max_prompt_tokens is None or len(turns) > served.engine.max_context:
+            return max_prompt_tokens is None
+        try:
+            return len(encode(turns)) <= max_prompt_tokens
+        except ApiError:
+            return False
+
+    turns = [_turn(message, number, served) for number, message in enumerate(messages)]
+    try:
+        fitted = fit_conversation(turns, fits)
+        return encode(fitted.messages), fitted.num_dropped
     except (ChatError, InputError) as error:
         raise ApiError(400, f'messages: {error}', param='messages') from error
 

@@ -149,6 +149,7 @@ class ResponseBuilder:
         prompts: Sequence[Sequence[int]] = (),
         has_tools: bool = False,
         requires_calls: bool = False,
+        num_dropped: int | None = None,
     ):
         """Initializes the builder.
 
@@ -162,6 +163,7 @@ class ResponseBuilder:
             prompts: token ids of the prompt of each choice. Required for log-probabilities of completions.
             has_tools: the text may contain tool calls.
             requires_calls: the text consists of tool calls only.
+            num_dropped: number of messages that were dropped; None = the response does not contain it.
         """
         self.chat = chat
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
@@ -173,6 +175,7 @@ class ResponseBuilder:
             'created': int(time.time()),
             'model': model,
             'system_fingerprint': f'step-{step}',
+            **({} if num_dropped is None else {'dropped_messages': num_dropped}),
         }
         self._requires_calls = requires_calls
         self._parsers = [ToolCallParser() for _ in echoes] if has_tools else None

@@ -19,7 +19,7 @@ def tokenize(request: TokenizeRequest, served: ServedModel, token_decoder: Token
         ApiError: the text cannot be tokenized, or the conversation cannot be rendered.
     """
     if request.messages:
-        ids = conversation_ids(request.messages, served, options=request)
+        ids, _ = conversation_ids(request.messages, served, options=request)
     else:
         try:
             ids = text_prompt(

@@ -1,11 +1,13 @@
 """`maxlm.Config`: the same values as the commands, and one-line errors."""
 
+import dataclasses
+
 import jax
 import pytest
 
 import maxlm
 from maxlm.config.loading import load
-from maxlm.config.serialization import flatten
+from maxlm.config.serialization import flatten, make_config
 from maxlm.errors import InputError
 
 
@@ -40,6 +42,28 @@ def test_a_resolved_config_has_explicit_sizes(dataset):
     assert maxlm.make_mesh(config).mesh.size == jax.device_count()
     with pytest.raises(InputError, match='does not cover 8 devices'):
         maxlm.make_mesh(maxlm.Config.get('tiny'))
+
+
+def test_a_config_is_frozen_in_all_parts():
+    config = maxlm.Config.get('tiny')
+    for owner, name in ((config, 'lr'), (config, 'train'), (config.train, 'num_steps'), (config.train, 'steps')):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(owner, name, 3)
+
+
+def test_the_representation_lists_the_changes_without_secrets():
+    changes = {'model.num_layers': 2, 'alerts.command': 'send 5f3c'}
+    config = maxlm.Config.get('tiny', changes)
+    text = repr(config)
+    assert text.startswith("Config({'model.family': 'llama', ")
+    assert '5f3c' not in text
+    assert 'optimizer.max_grad_norm' not in text
+    shown = eval(text.removeprefix('Config'))
+    assert shown['model.num_layers'] == 2
+    # The shown changes of the defaults are all that the config contains.
+    del shown['alerts.command']
+    defaults = flatten(make_config({'model': {'family': 'llama'}}))
+    assert flatten(config.replace({'alerts.command': ''})) == defaults | shown
 
 
 @pytest.mark.parametrize(

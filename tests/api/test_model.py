@@ -1,17 +1,21 @@
 """`maxlm.Model`: the same text, losses and logits as the commands and Transformers."""
 
+import dataclasses
 import subprocess
 import sys
+import typing
 
 import jax
 import numpy as np
 import pytest
 
 import maxlm
+from maxlm.api.sampling_options import SamplingOptions
 from maxlm.cli.models import generate
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, InputError, exit_code
+from maxlm.inference.sampling import Sampling
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 
@@ -34,6 +38,14 @@ def model(workdir):
 def test_it_describes_the_checkpoint(model):
     assert isinstance(model, maxlm.Model)
     assert (model.step, model.config.model.family, model.tokenizer.vocab_size) == (5, 'llama', 257)
+    assert repr(model).startswith("Model('")
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    assert f': step 5, {num_parameters:,} parameters, context 96, ' in repr(model)
+
+
+def test_sampling_options_are_the_fields_of_the_settings():
+    fields = {field.name: field.type for field in dataclasses.fields(Sampling)}
+    assert {name: hint.__name__ for name, hint in typing.get_type_hints(SamplingOptions).items()} == fields
 
 
 def test_generation_equals_the_command(model, workdir, capsys):

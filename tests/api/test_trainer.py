@@ -36,7 +36,7 @@ def test_a_run_equals_that_of_the_command(config, dataset, tmp_path):
     assert (result.outcome, result.config.train.num_steps) == ('finished', STEPS)
     assert [checkpoint.step for checkpoint in result.checkpoints] == [STEPS]
     assert result.model(STEPS).step == result.model().step == STEPS
-    assert 'finished' in repr(result)
+    assert f': finished, step {STEPS}, train/loss=' in repr(result)
 
 
 def test_a_callback_stops_a_run_which_resumes(config, tmp_path):

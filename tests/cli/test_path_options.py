@@ -175,6 +175,7 @@ def required(command, replaced):
         'checkpoints merge': ['--checkpoint=in', '--output=out'],
         'evaluate': ['--checkpoint=in'],
         'generate': ['--checkpoint=in', '--prompt=x'],
+        'chat': ['checkpoint=in'],
         'serve': ['--checkpoint=in'],
         'quantize': ['--checkpoint=in', '--format=int8', '--output=out'],
         'hf import': ['--input=in', '--output=out'],

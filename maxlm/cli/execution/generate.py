@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from maxlm.cli.execution.chat import standard_terminal
 from maxlm.errors import InputError, os_message
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import Engine
-from maxlm.inference.engine.interactive import run_interactive, stream
+from maxlm.inference.engine.interactive import ChatSession, continue_lines, stream
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
@@ -45,15 +46,10 @@ def execute(options: argparse.Namespace) -> None:
 
     if options.interactive:
         engine, model = _with_engine(model, options, 1)
-        run_interactive(
-            model,
-            engine,
-            request,
-            chat=options.chat,
-            parse_special=options.parse_special,
-            read_line=input,
-            output=sys.stdout,
-        )
+        if options.chat:
+            ChatSession(model, engine, request, standard_terminal(), max_tokens=options.max_tokens).run()
+        else:
+            continue_lines(engine, lambda text: request(_prompt(model, text, options)), standard_terminal())
         return
     if options.input:
         lines = read_lines(options.input, model, parse_special=options.parse_special)

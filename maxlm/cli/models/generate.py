@@ -48,24 +48,7 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument('--max-tokens', type=int, default=128, help='maximum tokens per continuation (default 128)')
     parser.add_argument('--num-samples', type=number(1), default=1, help='continuations per prompt (default 1)')
-    parser.add_argument('--temperature', type=float, default=0.8, help='sampling temperature; 0 = greedy (default 0.8)')
-    parser.add_argument('--top-k', type=int, default=0, help='sample from the k most likely tokens; 0 = all (default)')
-    parser.add_argument(
-        '--top-p',
-        type=float,
-        default=1.0,
-        help='sample from the most likely tokens up to this total probability (default 1)',
-    )
-    parser.add_argument(
-        '--min-p', type=float, default=0.0, help='minimum probability relative to the most likely token (default 0)'
-    )
-    parser.add_argument(
-        '--repetition-penalty', type=float, default=1.0, help='penalty for repeated tokens; 1 = none (default)'
-    )
-    parser.add_argument(
-        '--stop', action='append', type=text_argument, help='stop string, not included in the output; repeatable'
-    )
-    parser.add_argument('--seed', type=int, default=0, help='random seed (default 0)')
+    parser.add_shared('--temperature', '--top-k', '--top-p', '--min-p', '--repetition-penalty', '--stop', '--seed')
     parser.add_argument('--slots', type=number(1), default=8, help='maximum concurrent continuations (default 8)')
     parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
     return parser
@@ -99,8 +82,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.interactive and options.num_samples > 1:
         raise InputError(f'--num-samples={options.num_samples}: must be 1 with --interactive')
-    if not 0 <= options.seed < 2**32:
-        raise InputError(f'--seed={options.seed}: must be at least 0 and below 2³² = {2**32}')
 
 
 if __name__ == '__main__':

@@ -8,7 +8,16 @@ from maxlm.serving.pages.html_page import HtmlPage
 
 _FOLDER = Path(__file__).parent / 'chat'
 _LIBRARIES = ('markdown-it.umd.min.js', 'purify.min.js')
-_SCRIPTS = ('elements.js', 'markdown.js', 'settings.js', 'client.js', 'conversations.js', 'sidebar.js', 'page.js')
+_SCRIPTS = (
+    'elements.js',
+    'markdown.js',
+    'settings.js',
+    'client.js',
+    'conversations.js',
+    'sidebar.js',
+    'model_info.js',
+    'page.js',
+)
 
 
 def chat_page() -> HtmlPage:

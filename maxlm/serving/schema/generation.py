@@ -6,7 +6,7 @@ are accepted and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field, ValidationError, WithJsonSchema
 
@@ -62,6 +62,7 @@ _UNSUPPORTED_IN_COMPLETIONS: dict[str, tuple[Any, ...]] = {
     'top_logprobs': (None,),
     'tool_choice': (None, 'none', 'auto'),
     'tools': (None, []),
+    'truncation': (None, 'disabled'),
 }
 _UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {'audio': (None,)}
 
@@ -213,6 +214,11 @@ class ChatCompletionRequest(RequestBase, TemplateOptions):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, description='The conversation so far.')
+    truncation: Literal['auto', 'disabled'] | None = Field(
+        None,
+        description='auto: drop the oldest turns of a conversation that does not fit the context; dropped_messages of '
+        'the response is their number of messages. Default: disabled.',
+    )
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT32, description='Same as max_tokens.')
     logprobs: bool | None = Field(None, description='Return the log-probabilities of the tokens.')
     top_logprobs: int | None = Field(
@@ -256,7 +262,7 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
         request = ChatCompletionRequest.model_validate_json(body)
     except ValidationError as error:
         raise from_validation_error(error) from None
-    check_messages(request.messages, max_context=max_context)
+    check_messages(request.messages, max_context=None if request.truncation == 'auto' else max_context)
     reject_unsupported(request, UNSUPPORTED | _UNSUPPORTED_IN_CHAT)
     check_template_options(request)
     _check_consistency(request)
@@ -270,10 +276,11 @@ def parse_chat(body: bytes, *, max_context: int) -> ChatCompletionRequest:
     return request
 
 
-def check_messages(messages: list[Message], *, max_context: int) -> None:
+def check_messages(messages: list[Message], *, max_context: int | None) -> None:
     """Raises ApiError if a conversation has too many messages, an unknown role or an unsupported field."""
-    # A template writes at least one token per message.
-    _check_length('messages', messages, max_context)
+    if max_context is not None:
+        # A template writes at least one token per message.
+        _check_length('messages', messages, max_context)
     for index, message in enumerate(messages):
         reject_unsupported(message, _UNSUPPORTED_IN_MESSAGES, f'messages[{index}].')
         if message.role not in ROLES:

@@ -117,31 +117,6 @@ def test_errors_can_be_retried(tab, server):
     assert tab.texts('.error') == []
 
 
-def test_a_conversation_that_is_too_long_loses_its_oldest_messages(browser):
-    engine = FakeEngine(reply=REPLY, max_context=330)
-    with ServerThread(served_by(engine)) as server:
-        with_page(browser, server.url)
-        set_up(browser, temperature=0, max_tokens=20)
-        for number in range(1, 4):
-            send(browser, str(number) * 30)
-            finished(browser, number)
-        send(browser, '4' * 120)
-        browser.until('document.querySelector(".error")')
-        assert 'The context length is 330 tokens' in browser.texts('.error span')[0]
-        assert browser.texts('.error button') == ['Retry', 'Leave out oldest messages']
-        browser.run('document.querySelectorAll(".error button")[1].click(), 0')
-        finished(browser, 4)
-        prompt = bytes(i for i in engine.last_request.prompt if i < 256).decode()
-        assert [str(number) * 30 in prompt for number in (1, 2, 3, 4)] == [False, False, True, True]
-        assert len(browser.texts('.left-out')) == 4
-        # The last message alone is too long, so only a shorter one helps.
-        send(browser, '5' * 300)
-        browser.until('document.querySelector(".error")')
-        browser.run('document.querySelectorAll(".error button")[1].click(), 0')
-        browser.until('!running && document.querySelectorAll(".error button").length === 1')
-        browser.faults.clear()
-
-
 def test_the_scroll_position_stays_while_text_arrives(tab, engine):
     set_up(tab, temperature=0, max_tokens=2000)
     engine.seconds = 0.001

@@ -33,7 +33,8 @@ async function call(path, options = {}) {
   throw new ServerError(message, response.status, code);
 }
 
-// Yields { text, finish, tokens } for each chunk. Only the last chunk has `tokens`.
+// Yields { text, finish, tokens, dropped } for each chunk. Only the last chunk has `tokens`. `dropped` is the number of
+// messages that do not fit the context.
 async function* stream(path, body, signal) {
   const request = { ...body, stream: true, stream_options: { include_usage: true } };
   const response = await call(path, { method: 'POST', body: JSON.stringify(request), signal });
@@ -52,7 +53,7 @@ async function* stream(path, body, signal) {
         if (data.error) throw new ServerError(capitalized(data.error.message), 200);
         const choice = data.choices[0];
         const text = choice ? choice.delta?.content ?? choice.text ?? '' : '';
-        yield { text, finish: choice?.finish_reason, tokens: data.usage?.completion_tokens };
+        yield { text, finish: choice?.finish_reason, tokens: data.usage?.completion_tokens, dropped: data.dropped_messages };
       }
     }
   } catch (error) {

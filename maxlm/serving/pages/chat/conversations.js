@@ -33,13 +33,21 @@ function loadConversations() {
   }
 }
 
-// Leaves the oldest messages, up to the second message of the user, out of later requests. Returns false if no other
-// message would remain.
-function leaveOutOldest(turns) {
-  const sent = turns.filter((turn) => turn.content && !turn.isLeftOut);
-  const next = sent.findIndex((turn, index) => index > 0 && turn.role === 'user');
-  for (const turn of sent.slice(0, Math.max(next, 0))) turn.isLeftOut = true;
-  return next > 0;
+// Returns the turns that a request contains. A message without a response is left out once another one follows it,
+// since it may not fit the context, and chat templates may require alternating roles.
+function sentTurns(turns) {
+  const filled = turns.filter((turn) => turn.content);
+  return filled.filter((turn, index) => turn.role !== 'user' || filled[index + 1]?.role !== 'user');
+}
+
+// Returns the turns that the model does not see: those without a response, and the oldest ones that the server dropped
+// for the last response because the context was full.
+function unseenTurns(turns) {
+  const last = turns.findLastIndex((turn) => turn.numDropped !== undefined);
+  const sent = sentTurns(last < 0 ? turns : turns.slice(0, last));
+  const dropped = last < 0 ? [] : sent.slice(0, turns[last].numDropped);
+  const seen = sentTurns(turns).filter((turn) => !dropped.includes(turn));
+  return { dropped, unseen: turns.filter((turn) => turn.content && !seen.includes(turn)) };
 }
 
 // Lists and stores a conversation. Returns false if the browser refuses to store it.

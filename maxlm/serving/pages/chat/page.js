@@ -62,7 +62,13 @@ function saveText() {
 
 function renderTurns() {
   keepScroll(() => {
-    log.replaceChildren(...turns.map((turn, index) => renderTurn(turn, index)));
+    const { dropped, unseen } = unseenTurns(turns);
+    const nodes = turns.map((turn, index) => renderTurn(turn, index, unseen.includes(turn)));
+    if (dropped.length) {
+      const note = 'The context is full. The model no longer sees the messages above.';
+      nodes.splice(turns.indexOf(dropped.at(-1)) + 1, 0, element('p', 'divider', note));
+    }
+    log.replaceChildren(...nodes);
     renderWaiting();
   });
 }
@@ -74,14 +80,14 @@ function viewOf(turn) {
   return views.get(turn);
 }
 
-function renderTurn(turn, index) {
+function renderTurn(turn, index, isUnseen) {
   const content = turn.role === 'user' ? element('div', 'content', turn.content) : viewOf(turn).node;
   const article = element('article', `turn ${turn.role}`, content);
   article.setAttribute('aria-label', turn.role === 'user' ? 'You' : 'Response');
   const isBusy = running?.turn === turn;
   article.classList.toggle('busy', isBusy);
-  article.classList.toggle('left-out', Boolean(turn.isLeftOut));
-  if (turn.isLeftOut) article.title = 'The model no longer sees this message.';
+  article.classList.toggle('unseen', isUnseen);
+  if (isUnseen) article.title = 'The model does not see this message.';
   const tools = element('div', 'tools');
   if (!isBusy && turn.role === 'user') {
     tools.append(button('Edit', () => edit(index, article)));
@@ -91,16 +97,20 @@ function renderTurn(turn, index) {
   }
   article.append(tools);
   if (turn.error) {
-    const error = renderError(turn.error, () => retry(index));
-    const numUserTurns = turns.slice(0, index).filter((one) => one.role === 'user' && !one.isLeftOut).length;
-    if (turn.isTooLong && numUserTurns > 1) error.append(button('Leave out oldest messages', () => retry(index, true), ''));
+    const editMessage = () => edit(index - 1, log.querySelectorAll('.turn')[index - 1]);
+    const error = renderError(turn.error, canRetry(turn) && (() => retry(index)), turn.isTooLong && editMessage);
     article.replaceChildren(...(turn.content ? [content] : []), error);
   }
   return article;
 }
 
-function renderError(message, onRetry) {
-  const node = element('div', 'error', element('span', '', message), button('Retry', onRetry, ''));
+// Returns false if the same request would fail again: the prompt alone is too long, and no setting adds to it.
+const canRetry = (turn) => !turn.isTooLong || Boolean(settings.max_tokens || settings.system.trim());
+
+function renderError(message, onRetry, onEdit) {
+  const node = element('div', 'error', element('span', '', message));
+  if (onEdit) node.append(button('Edit message', onEdit, ''));
+  if (onRetry) node.append(button('Retry', onRetry, ''));
   node.setAttribute('role', 'alert');
   return node;
 }
@@ -131,12 +141,11 @@ function edit(index, article) {
   field.focus();
 }
 
-// Answers again. With `isShortened`, the oldest messages are left out until the conversation fits the context.
-function retry(index, isShortened = false) {
+// Answers again.
+function retry(index) {
   if (running) return;
   turns = turns.slice(0, index);
-  if (isShortened) leaveOutOldest(turns);
-  answer(isShortened);
+  answer();
 }
 
 const isSend = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing;
@@ -161,6 +170,7 @@ async function generate(path, body, turn, render) {
     for await (const chunk of stream(path, body, controller.signal)) {
       stats.add(chunk);
       turn.content += chunk.text;
+      turn.numDropped = chunk.dropped;
       if (chunk.finish === 'length') turn.ended = 'length';
       // Rendering takes at most a fifth of the time.
       if (!isDue) setTimeout(update, Math.max(16, 4 * milliseconds));
@@ -184,9 +194,10 @@ async function generate(path, body, turn, render) {
   setBusy();
 }
 
-async function answer(isShortened = false) {
+// Answers the last message. The server drops the oldest turns if the conversation does not fit the context.
+async function answer() {
   const turn = { role: 'assistant', content: '' };
-  const messages = turns.filter((one) => one.content && !one.isLeftOut).map(({ role, content }) => ({ role, content }));
+  const messages = sentTurns(turns).map(({ role, content }) => ({ role, content }));
   const system = settings.system.trim();
   if (system) messages.unshift({ role: 'system', content: settings.system });
   const conversation = current;
@@ -197,19 +208,19 @@ async function answer(isShortened = false) {
   running = { turn };
   renderTurns();
   scrollToEnd();
+  let numShown = 0;
   const render = () => {
     viewOf(turn);
-    keepScroll(renderWaiting);
+    if (turn.numDropped !== numShown) renderTurns();
+    else keepScroll(renderWaiting);
+    numShown = turn.numDropped;
   };
-  await generate('/v1/chat/completions', { model: model?.id, messages, ...sampling() }, turn, render);
+  const body = { model: model?.id, messages, truncation: 'auto', ...sampling() };
+  await generate('/v1/chat/completions', body, turn, render);
   save(conversation);
   // The user may have opened another conversation in the meantime.
   if (conversation !== current) return;
   renderTurns();
-  if (isShortened && turn.isTooLong && leaveOutOldest(turns)) {
-    turns = turns.slice(0, -1);
-    answer(true);
-  }
 }
 
 async function continueText() {
@@ -236,7 +247,7 @@ async function continueText() {
   $('speed').textContent = turn.stats;
   log.replaceChildren();
   if (turn.error) {
-    log.append(renderError(turn.error, continueText));
+    log.append(renderError(turn.error, canRetry(turn) && continueText));
   }
   setBusy();
 }
@@ -282,26 +293,6 @@ function startNew() {
   openConversation(newConversation(kind()));
 }
 
-function fillInfo() {
-  const names = { float: 'Not quantized', model: 'Compute dtype' };
-  const count = (number) => number.toLocaleString('en');
-  const rows = {
-    Name: model.id,
-    Step: count(model.step),
-    Parameters: count(model.num_parameters),
-    'Context length': `${count(model.max_model_len)} tokens`,
-    'Max tokens of a response': model.max_tokens ? count(model.max_tokens) : 'Rest of the context',
-    Vocabulary: `${count(model.vocab_size)} tokens`,
-    'Compute dtype': model.dtype,
-    Weights: names[model.weight_quantization] ?? model.weight_quantization,
-    'Key-value cache': names[model.kv_cache_dtype] ?? model.kv_cache_dtype,
-    'Chat template': model.chat ? 'Yes' : 'No',
-    API: `${location.origin}/v1`,
-  };
-  const entries = Object.entries(rows).flatMap(([name, value]) => [element('dt', '', name), element('dd', '', value)]);
-  $('info-list').replaceChildren(...entries);
-}
-
 function setBusy() {
   const send = $('send');
   send.textContent = running ? 'Stop' : isText() ? 'Continue' : 'Send';
@@ -337,7 +328,7 @@ async function loadModel() {
     $('open-info').disabled = false;
     $('open-info').setAttribute('aria-label', `${model.id}: model information`);
     document.querySelector('[name=max_tokens]').max = model.max_tokens || model.max_model_len;
-    fillInfo();
+    showInfo(model);
     setMode();
     // Last, because it shows that the page is ready.
     $('about').textContent = `step ${model.step}`;
@@ -394,8 +385,6 @@ main.addEventListener('scroll', () => {
 });
 addEventListener('resize', resizePrompt);
 $('down').addEventListener('click', scrollToEnd);
-$('open-info').addEventListener('click', () => $('info').showModal());
-$('info').addEventListener('click', (event) => { if (event.target === $('info')) $('info').close(); });
 $('undo').addEventListener('click', undo);
 $('retry').addEventListener('click', () => {
   undo();
