@@ -6,7 +6,8 @@ by `normalize_message`. The same message therefore gives the same tokens everywh
     OpenAI      {"role": "assistant", "content": "…", "tool_calls": […]}, or "function_call" instead of "tool_calls"
     ShareGPT    {"from": "gpt", "value": "…"}; the value of "function_call" is a JSON text of calls
 
-Contents are texts or lists of text parts, and in records also of nanochat's parts with calls of Python. The content of a tool's message may be any JSON value.
+Contents are texts or lists of text parts, and in records also of nanochat's parts with calls of Python. The content of
+a tool's message may be any JSON value.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 A turn of the assistant may contain calls of its only tool, Python, and their results:
 
-    <|assistant_start|>text<|python_start|>code<|python_end|><|output_start|>result<|output_end|>text<|assistant_end|>
+    <|assistant_start|>text<|python_start|>code<|python_end|>
+    <|output_start|>result<|output_end|>text<|assistant_end|>
 
-These are several messages here: an assistant's with the call `python` and the argument `code`, a tool's with the result,
-and an assistant's with the rest of the text. `maxlm.data.documents.content_parts` makes them of nanochat's parts.
+Such a turn is three messages: the first text with the call `python` and its argument `code`, the result of the tool,
+and the second text. `maxlm.data.documents.content_parts` makes them of nanochat's parts.
 """
 
 from __future__ import annotations
