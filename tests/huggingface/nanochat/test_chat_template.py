@@ -1,7 +1,7 @@
 """The chat template of nanochat: ids and masks of nanochat's own code, with calls of Python and their results.
 
-conversations.json contains conversations with the ids and masks of `RustBPETokenizer.render_conversation`, and the ids of
-`render_for_completion`, of nanochat (`nanochat/tokenizer.py` of 2026-07-03, 92d63d4) with the tokenizer of
+conversations.json contains conversations with the ids and masks of `RustBPETokenizer.render_conversation`, and the ids
+of `render_for_completion`, of nanochat (`nanochat/tokenizer.py` of 2026-07-03, 92d63d4) with the tokenizer of
 `files.encoding`.
 """
 
