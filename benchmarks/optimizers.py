@@ -32,6 +32,7 @@ POLAR = (*MUON, 'muon_coefficients=polar_express')
 VARIANTS = {
     'adamw': ('name=adamw',),
     'adamw, group': ('name=adamw', "groups=(('embedding', 'beta2=0.99'),)"),
+    'soap': ('name=soap',),
     'muon': MUON,
     'polar express': POLAR,
     'rows, norm': (*POLAR, 'muon_row_equilibration=true', 'muon_renormalize=true'),

@@ -4,8 +4,9 @@ Odd depths have the next multiple of 128 as width, in the recipe of 2025 only fo
 follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The set-up that this config
 reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
-Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT
-           prepares TEXT with one token per character, trains in runs/depth-64 and exports the model
+Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT core=eval_bundle
+           prepares TEXT with one token per character, trains in runs/depth-64, reports CORE with the tasks in
+           eval_bundle (docs/evaluation.md) and the bits per byte of the validation data, and exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; with -2025 the recipe of October 2025, e.g.
            :64-2025; 2025: the same as 24-2025; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step of depth 64 is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288
@@ -22,6 +23,8 @@ Model, optimizer and scaling rules are those of nanochat in July 2026 (Karpathy 
 """
 
 import math
+import shlex
+from pathlib import Path
 
 from ml_collections import ConfigDict
 
@@ -39,17 +42,22 @@ TOKENS_PER_PARAMETER = 12
 # The size of nanochat's vocabulary. The rules count the parameters of the head with it, so that they depend on the
 # depth alone.
 VOCAB_SIZE = 2**15
+TRIAL_BUNDLE = Path(__file__).resolve().parent / 'core_trial'
 
 
 def get_phases(variant: str = '24') -> list[str]:
+    data, run = f'data/depth-{variant}', f'runs/depth-{variant}'
+    # CORE needs a download, which a trial replaces by twelve questions.
+    core = shlex.quote(str(TRIAL_BUNDLE)) if variant == 'smoke' else '{core:eval_bundle}'
     phases = [
-        f'prepare --input {{text}} --output data/depth-{variant} --tokenizer {{tokenizer:chars}}',
+        f'prepare --input {{text}} --output {data} --tokenizer {{tokenizer:chars}}',
         f'train --config={{config}}:{variant}',
+        f'evaluate --checkpoint={run} --data={data} --tasks=core:{core} --output={run}/evaluation',
+        f'report {run}',
     ]
     if variant.endswith('2025'):
         return phases
     # Transformers cannot express the model of 2026.
-    run = f'runs/depth-{variant}'
     return [*phases, f'hf export-nanochat --checkpoint {run} --output {run}/nanochat']
 
 

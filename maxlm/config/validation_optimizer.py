@@ -49,7 +49,7 @@ def check_optimizer_keys(optimizer: OptimizerConfig) -> None:
             f'optimizer.min_learning_rate={optimizer.min_learning_rate} is above '
             f'optimizer.learning_rate={optimizer.learning_rate}; lower it'
         )
-    if is_function_name(optimizer.name):
+    if optimizer.is_function:
         for key, value, default in _changed(optimizer, OWN_KEYS):
             raise InputError(
                 f'optimizer.{key}={value} has no effect with optimizer.name={optimizer.name}; '
@@ -81,7 +81,7 @@ def check_transfer(model: ModelConfig, optimizer: OptimizerConfig) -> None:
     if not key:
         return
     where = f'model.{key}={getattr(model, key)} with'
-    if is_function_name(optimizer.name):
+    if optimizer.is_function:
         raise InputError(
             f'{where} optimizer.name={optimizer.name}: the learning rates of your function cannot be scaled; set '
             f'model.{key}=0, or set optimizer.name to adamw or muon'

@@ -1,4 +1,4 @@
-"""Resolves a model argument: a checkpoint or a Transformers directory."""
+"""Resolves a model argument: a checkpoint, or a model of Transformers or nanochat."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxlm.errors import InputError
-from maxlm.huggingface.import_model import import_model
+from maxlm.huggingface.import_model import Imported, import_model
+from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
 from maxlm.log import logger
 from maxlm.storage.filesystem import is_url
-from maxlm.workdir.model_directory import is_model_directory
+from maxlm.workdir.files import TOKENIZER
+from maxlm.workdir.model_directory import NANOCHAT, model_format
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
@@ -19,24 +21,37 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     """Yields a checkpoint for `load_model`.
 
-    A Transformers directory is imported into a temporary workdir, which is deleted on exit. Other arguments are already
-    checkpoints.
+    A model in the format of Transformers or nanochat is imported into a temporary workdir, which is deleted on exit.
+    Other arguments are already checkpoints.
 
     Raises:
         InputError: the model does not exist.
     """
-    if is_model_directory(checkpoint):
+    if model_format(checkpoint):
         with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
             workdir = Path(directory) / 'imported'
             logger.info(f'importing {checkpoint} into {workdir}; run `maxlm hf import` once to skip this at each start')
             try:
-                imported = import_model(checkpoint, str(workdir), show=True)
+                imported = _import(checkpoint, str(workdir))
             except InputError as error:
                 raise InputError(str(error).replace('--input=', '--checkpoint=')) from error
             logger.info(f'{checkpoint}: {imported.class_name} with {imported.parameters:,} parameters')
             yield str(workdir)
         return
     yield checkpoint
+
+
+def _import(checkpoint: str, workdir: str) -> Imported:
+    found = find_checkpoint(checkpoint) if model_format(checkpoint) == NANOCHAT else None
+    if found is None:
+        return import_model(checkpoint, workdir, show=True)
+    imported = import_checkpoint(found, workdir, tokenizer='', show=True)
+    if not (imported.workdir / TOKENIZER).exists():
+        raise InputError(
+            f'--input={checkpoint}: the tokenizer is not beside the model; import it with `maxlm hf import '
+            f'--input {checkpoint} --tokenizer=FILE --output=WORKDIR` and use the workdir'
+        )
+    return imported
 
 
 def default_model_name(checkpoint: str) -> str:

@@ -15,6 +15,7 @@ from maxlm.formatting import (
     format_si,
     format_time,
 )
+from maxlm.reporting.records import BITS_PER_BYTE, CORE, evaluated
 from maxlm.reporting.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
 from maxlm.telemetry.run_status import CRASHED, DIVERGED, STALLED
@@ -57,6 +58,7 @@ def tiles(run: ReportedRun) -> list[Tile]:
         Tile('Tokens of training data', format_si(sum(tokens)) if tokens else DASH, _shortlist(run.source_names)),
         Tile('Steps', *_steps(run)),
         Tile('Best validation loss', *_best(run)),
+        *_evaluation(run),
         Tile('Last training loss', format_loss(run.last('train/loss')), _list(lowest_loss, skipped_steps)),
         Tile('Wall time', format_duration(run.wall_seconds), _list(attempts, since) if since else ''),
         Tile('Cost', format_dollars(run.dollars), price_words or ('price unknown' if run.dollars is None else '')),
@@ -116,6 +118,16 @@ def _best(run: ReportedRun) -> tuple[str, str]:
     bits = run.bits_per_byte(loss)
     per_byte = f' ({format_loss(bits)} bits per byte)' if bits is not None else ''
     return format_loss(loss), f'at step {step:,.0f}{per_byte}; last {format_loss(run.last("eval/loss"))}'
+
+
+def _evaluation(run: ReportedRun) -> list[Tile]:
+    """Returns the tiles of the evaluation of the workdir, from its last checkpoint with the value."""
+    found = []
+    for label, name in (('CORE', CORE), ('Validation bits per byte', BITS_PER_BYTE)):
+        values = [(one.name, value) for one in evaluated(run.history) if (value := one.value(name)) is not None]
+        checkpoint, value = values[-1] if values else ('', None)
+        found.append(Tile(label, format_loss(value), checkpoint))
+    return found
 
 
 def _shortlist(names: list[str]) -> str:

@@ -37,6 +37,7 @@ COMPARISON = 'compare.html'
 SECTIONS = {
     'summary': '',
     'loss': 'Loss',
+    'evaluation': 'Evaluation',
     'sources': 'Sources',
     'experts': 'Experts',
     'curves': 'Curves',
@@ -62,7 +63,8 @@ _UNPRINTABLE = re.compile(r'[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\uf
 _FUNCTIONS = (
     *(cost_rows, price_note, device_rows, differences, load_maps, plan_rows, shipped_config, to_json, varying_keys),
     *(goodput.bars, goodput.categories, goodput.category_rows, goodput.process_bars, goodput.shown_attempts),
-    *(overview.headline, overview.problems, overview.tile_rows, records.shown_events, records.shown_samples),
+    *(overview.headline, overview.problems, overview.tile_rows),
+    *(records.evaluated, records.shown_events, records.shown_samples),
     *(scaling.scaling_rows, scaling.throughputs),
     *(training_charts.overfitting_note, training_charts.source_rows),
 )

@@ -1,17 +1,79 @@
-"""Selects the events and samples to show, with their texts shortened."""
+"""Selects the events, samples and results of evaluations to show, with their texts shortened."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from maxlm.formatting import DASH
 from maxlm.reporting.run_summary import ReportedRun
-from maxlm.storage.json_fields import number, text
+from maxlm.storage.json_fields import items, number, text
+from maxlm.telemetry.run_history import RunHistory
 
 # Frequent kinds of events, which are dropped first if there are too many rows.
 _ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
 _MAX_EVENTS, _MAX_EVENT_CHARS = 300, 500
 _MAX_PROMPTS, _MAX_STEPS, _MAX_CHARS = 8, 12, 2000
+# Names of `maxlm evaluate`.
+CORE, BITS_PER_BYTE = 'core', 'bits_per_byte'
+
+
+class Evaluated(NamedTuple):
+    """Results of one checkpoint in the evaluation of a workdir.
+
+    Attributes:
+        name: name of the checkpoint.
+        values: value of each metric, and half the width of its 95 % interval; None if that is unknown.
+    """
+
+    name: str
+    values: dict[str, tuple[float, float | None]]
+
+    def value(self, name: str) -> float | None:
+        """Returns the value of a metric, or None."""
+        return self.values[name][0] if name in self.values else None
+
+    @property
+    def core_rows(self) -> list[list[str]]:
+        """Returns task, accuracy and centered accuracy of each task of CORE, and their mean as last row."""
+        tasks = [name.split('/')[1] for name in self.values if name.startswith(f'{CORE}/') and name.endswith('/acc')]
+        rows = [[task, *(self._cell(f'{CORE}/{task}/{kind}') for kind in ('acc', 'centered'))] for task in tasks]
+        return [*rows, ['CORE (mean)', '', self._cell(CORE)]] if CORE in self.values else []
+
+    @property
+    def other_rows(self) -> list[list[str]]:
+        """Returns metric and value of all other metrics."""
+        return [[name, self._cell(name)] for name in self.values if name.split('/')[0] != CORE]
+
+    def _cell(self, name: str) -> str:
+        value, half = self.values.get(name, (None, None))
+        if value is None:
+            return DASH
+        return f'{value:.4f}' if half is None else f'{value:.4f} ± {half:.4f}'
+
+
+def evaluated(history: RunHistory) -> list[Evaluated]:
+    """Returns the results in WORKDIR/evaluation by checkpoint, without values that are not finite."""
+    found: dict[str, Evaluated] = {}
+    for row in history.evaluation:
+        for cell in items(row, 'checkpoints'):
+            value, name = number(cell, 'value'), text(cell, 'checkpoint')
+            low, high = (number({'bound': bound}, 'bound') for bound in [*items(cell, 'interval'), None, None][:2])
+            half = None if low is None or high is None else (high - low) / 2
+            if value is not None:
+                found.setdefault(name, Evaluated(name, {})).values[text(row, 'name')] = value, half
+    return list(found.values())
+
+
+def evaluation_text(history: RunHistory) -> list[str]:
+    """Returns a line for each evaluated checkpoint with CORE and the bits per byte of the validation data."""
+    lines = []
+    for one in evaluated(history):
+        core, bits = one.value(CORE), one.value(BITS_PER_BYTE)
+        parts = [] if core is None else [f'CORE {core:.4f}']
+        parts += [] if bits is None else [f'{bits:.4f} validation bits per byte']
+        lines += [f'{one.name}: {", ".join(parts)}'] if parts else []
+    return lines
 
 
 def shown_events(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], int]:

@@ -17,13 +17,13 @@ from maxlm.errors import InputError
 from maxlm.storage.download_tree import list_tree
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import Entry, display_path, is_url, list_directory, read_bytes
-from maxlm.storage.json_fields import number
+from maxlm.storage.json_fields import items, number
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.jsonl_tail import JsonlTail
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.supervision.elastic_hosts import FOLDER, quarantined_hosts
 from maxlm.telemetry.goodput import ACTIVITIES, ADDED_LATER, GoodputLog, attempts_of
-from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, goodput_name
+from maxlm.workdir.files import CONFIG, EVALUATION_DIR, EVALUATION_FILE, EXPERT_LOADS_FILE, goodput_name
 from maxlm.workdir.lock import LOCK, Owner, is_alive
 
 METRICS, EVENTS, SAMPLES, EXPERT_LOADS = 'metrics.jsonl', 'events.jsonl', 'samples.jsonl', EXPERT_LOADS_FILE
@@ -61,6 +61,7 @@ class RunHistory:
         alive: True if a running process holds the lock; None if this cannot be checked from this machine.
         notes: one line for each truncated, corrupt or missing file.
         stored: checkpoints in the workdir; None if they are not read or cannot be listed. `HistoryReader` does not.
+        evaluation: rows of the table that `maxlm evaluate` wrote to the workdir; `HistoryReader` does not read them.
     """
 
     workdir: str
@@ -75,6 +76,7 @@ class RunHistory:
     alive: bool | None = None
     notes: tuple[str, ...] = ()
     stored: Stored | None = None
+    evaluation: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -101,7 +103,26 @@ def read_history(workdir: str | Path) -> RunHistory:
             that of a future run.
     """
     history = HistoryReader(workdir).read()
-    return dataclasses.replace(history, stored=_stored(str(workdir)))
+    rows, notes = _evaluation(str(workdir))
+    notes = (*history.notes, *notes)
+    return dataclasses.replace(history, stored=_stored(str(workdir)), evaluation=rows, notes=notes)
+
+
+def _evaluation(workdir: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the rows of the table of an evaluation, and notes on a file that cannot be read."""
+    name = f'{EVALUATION_DIR}/{EVALUATION_FILE}'
+    directory = f'{workdir.rstrip("/")}/{EVALUATION_DIR}'
+    try:
+        if EVALUATION_DIR not in {entry.name for entry in list_directory(workdir)}:
+            return [], []
+        if EVALUATION_FILE not in {entry.name for entry in list_directory(directory)}:
+            return [], []
+        rows = items(parse_json(read_bytes(f'{directory}/{EVALUATION_FILE}', limit=MAX_TEXT_BYTES)), 'table')
+    except StorageError as error:
+        return [], [str(error)]
+    except ValueError as error:
+        return [], [f'{name}: invalid JSON ({" ".join(str(error).split())[:200]})']
+    return [row for row in rows if isinstance(row, dict)], []
 
 
 def _stored(workdir: str) -> Stored | None:

@@ -21,7 +21,6 @@ from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import copy_params, is_mtp, params_item
 from maxlm.checkpoint.teacher import TEACHER, read_teacher
 from maxlm.config.schema import Config
-from maxlm.config.user_function import is_function_name
 from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import check_same_data
 from maxlm.data.loader.position import Position
@@ -289,7 +288,7 @@ def initialize_state(
     if config.teacher is None:
         reference = reference_of(config, params, abstract.reference)
     state = state._replace(params=params, ema=ema, reference=reference)
-    if is_function_name(config.optimizer.name):
+    if config.optimizer.is_function:
         # Its state may contain the initial parameters.
         state = state._replace(opt_state=init_opt_state(config, layout, abstract, params))
     return state

@@ -11,7 +11,6 @@ import jax
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.config.user_function import is_function_name
 from maxlm.evaluation.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
 from maxlm.hardware.identity import identify, summary
@@ -155,7 +154,7 @@ def make_loop_components(
         is_training=lambda: throughput.steps > 0 and recorder.timeline.is_training,
     )
     trackers = Trackers(stack, config, workdir=context.workdir, attempt=recorder.attempt, on_reading=alerts.on_reading)
-    if is_function_name(config.optimizer.name) and ignores_schedule(config, prepared.layout):
+    if config.optimizer.is_function and ignores_schedule(config, prepared.layout):
         logger.warning(
             f'optimizer.name={config.optimizer.name}: its updates do not use the argument learning_rate, so '
             'optimizer.schedule and guard.rollback_lr_factor have no effect, and train/learning_rate is not its rate'

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
-from maxlm.config.user_function import is_function_name
 from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.weight_only_quantization import weights_of
@@ -119,7 +118,7 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
         return jax.tree.map(lambda x: x.update(sharding=layout.named()), jax.eval_shape(initial))
 
     trained, offload = trainable(config, params), config.mesh.host_offload
-    if optimizer is None and not is_function_name(config.optimizer.name):
+    if optimizer is None and not config.optimizer.is_function:
         opt_state = jax.eval_shape(optimizer_of(config, layout).init, trained)
     elif offload != 'none':
         raise InputError(f'mesh.host_offload={offload}: not with an optimizer of your own; set mesh.host_offload=none')
@@ -239,7 +238,7 @@ def optimizer_of(
         fractions: completed fractions of the run; None selects those of `train.num_steps`.
     """
     schedule = schedule or make_schedule(config.optimizer, config.train.num_steps)
-    if is_function_name(config.optimizer.name):
+    if config.optimizer.is_function:
         return user_optimizer(config.optimizer, schedule, _described_params(config, layout))
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}

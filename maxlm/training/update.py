@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 
 from maxlm.config.schema import Config
-from maxlm.config.user_function import is_function_name
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
@@ -98,7 +97,7 @@ def make_update(config: Config, layout: Layout, optimizer: optax.GradientTransfo
     With `mesh.host_offload`, its metrics are only the learning rate. They lack the learning rate if `optimizer` is
     used in place of the config's.
     """
-    is_own = optimizer is not None or is_function_name(config.optimizer.name)
+    is_own = optimizer is not None or config.optimizer.is_function
 
     def update(state: TrainState, grads: Params, ok: jax.Array) -> tuple[Params, Any, Params | None, Metrics]:
         num_updates = state.step - state.skipped

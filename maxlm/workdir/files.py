@@ -32,6 +32,9 @@ SAMPLES_FILE = 'samples.jsonl'
 EXPERT_LOADS_FILE = 'expert_loads.jsonl'
 EVENTS_FILE = 'events.jsonl'
 WANDB_ID_FILE = 'wandb_id'
+# Written by `maxlm evaluate`. The report shows the file in this directory of a workdir.
+EVALUATION_DIR = 'evaluation'
+EVALUATION_FILE = 'evaluation.json'
 # Hugging Face files that an imported workdir keeps, so that an export writes them again.
 TOKENIZER_CONFIG = 'tokenizer_config.json'
 SPECIAL_TOKENS = 'special_tokens_map.json'

@@ -1,20 +1,29 @@
-"""Recognizes directories with a model in the format of Transformers."""
+"""Recognizes models in the formats of Transformers and nanochat."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from maxlm.storage.filesystem import is_url
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
+HUGGING_FACE, NANOCHAT = 'Hugging Face', 'nanochat'
+_NANOCHAT_MODEL = re.compile(r'model_\d{1,9}\.pt')
 
-def is_model_directory(path: str) -> bool:
-    """Returns True if a local directory contains weights in the format of Transformers, and no checkpoints of a run."""
+
+def model_format(path: str) -> str:
+    """Returns the format of a local model: HUGGING_FACE, NANOCHAT, or '' for workdirs of runs and everything else.
+
+    Args:
+        path: a directory, or a model_NNNNNN.pt of nanochat.
+    """
     directory = Path(path).expanduser()
-    return (
-        not is_url(path)
-        and (directory / CONFIG).is_file()
-        and not (directory / CHECKPOINTS_DIR).is_dir()
-        and any(directory.glob('*.safetensors'))
-    )
+    if is_url(path) or (directory / CHECKPOINTS_DIR).is_dir():
+        return ''
+    if directory.is_file():
+        return NANOCHAT if _NANOCHAT_MODEL.fullmatch(directory.name) else ''
+    if (directory / CONFIG).is_file():
+        return HUGGING_FACE if any(directory.glob('*.safetensors')) else ''
+    return NANOCHAT if any(_NANOCHAT_MODEL.fullmatch(file.name) for file in directory.glob('model_*.pt')) else ''

@@ -55,7 +55,7 @@ def test_several_runs_side_by_side(run_of):
     assert 'class="tiles"' not in text
     for words in ('8 × NVIDIA H100', '1 × NVIDIA H100', 'torn: metrics.jsonl: skipped the incomplete last line'):
         assert words in text
-    assert text.count('<tr>') == 1 + len(tiles(run_of('finished')[0]))
+    assert text.count('<tr>') == 1 + len(tile_rows(run_of('finished', 'two_hosts', 'torn')))
 
 
 def test_values_that_no_run_has_are_omitted(run_of):

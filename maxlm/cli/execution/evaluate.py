@@ -27,6 +27,7 @@ from maxlm.log import Console, progress_bar
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import finite_json, strings_in
 from maxlm.telemetry.metrics import perplexity
+from maxlm.workdir.files import EVALUATION_FILE
 
 
 class Evaluated(NamedTuple):
@@ -237,7 +238,7 @@ def _as_json(found: list[Evaluated]) -> dict[str, Any]:
 def _write(folder: Path, found: list[Evaluated]) -> None:
     """Writes evaluation.json, table.txt and, if losses were measured, positions.png."""
     with output_directory(folder):
-        (folder / 'evaluation.json').write_text(finite_json(_as_json(found), indent=2) + '\n', encoding='utf-8')
+        (folder / EVALUATION_FILE).write_text(finite_json(_as_json(found), indent=2) + '\n', encoding='utf-8')
         table = table_text([Column(one.name, one.measures) for one in found])
         (folder / 'table.txt').write_text(table + '\n', encoding='utf-8')
         curves = {one.name: one.held_out.by_position() for one in found if one.held_out is not None}

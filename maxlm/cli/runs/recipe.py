@@ -34,6 +34,7 @@ HINTS_BY_ERROR = {
     'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
     'add --token-dtype': ', as in text="DIR --token-dtype=uint16"',
     '--exclude': ', as in text="DIR --exclude=README.md"',
+    'the directory of an evaluation bundle': ', as in core=DIRECTORY; docs/evaluation.md says where to download it',
     'choose another --output': '; in a recipe, remove that directory or start in another one',
 }
 
@@ -169,6 +170,7 @@ def check_inputs(phases: Sequence[Sequence[str] | None], configs: Sequence[Confi
     from maxlm.data.formats.discovery import find_inputs
     from maxlm.data.formats.jsonl import read_objects  # slow to import
     from maxlm.data.prepare.prepare_dataset import check_preparation
+    from maxlm.evaluation.core_bundle import open_bundle, split_bundle
 
     vocabularies: dict[str, int] = {}
     for position, (phase, config) in enumerate(zip(phases, configs, strict=True), start=1):
@@ -191,6 +193,10 @@ def check_inputs(phases: Sequence[Sequence[str] | None], configs: Sequence[Confi
                         # Read all lines, because reading checks them.
                         for _ in read_objects(path):
                             pass
+            elif verb == 'evaluate':
+                bundle, _ = split_bundle(find_option(arguments, '--tasks').split(','), '--tasks')
+                if bundle and not earlier.will_write(bundle):
+                    open_bundle(bundle)
         except InputError as error:
             hint = next((hint for message, hint in HINTS_BY_ERROR.items() if message in str(error)), '')
             raise InputError(f'phase {position} of {len(phases)} ({verb}): {error}{hint}') from error

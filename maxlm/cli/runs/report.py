@@ -2,7 +2,8 @@
 
     maxlm report WORKDIR… [--output FILE]
 
-The page of one run is WORKDIR/report.html. Several runs are compared on one page, compare.html in the current
+The page of one run is WORKDIR/report.html. It shows the results that `maxlm evaluate --output=WORKDIR/evaluation`
+wrote, and CORE and bits per byte are also printed. Several runs are compared on one page, compare.html in the current
 directory. WORKDIR may be a URL (gs://…, s3://…), which requires --output. An existing file is replaced only if it is a
 maxlm report. Append #dark or #light to the address of a page to set its colors.
 """
@@ -17,6 +18,7 @@ from maxlm.cli.process import run
 from maxlm.errors import EXIT_DONE, InputError, os_message
 from maxlm.formatting import format_bytes
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
+from maxlm.reporting.records import evaluation_text
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.telemetry.run_history import read_history
@@ -45,6 +47,8 @@ def main(argv: list[str]) -> int:
     for history in histories:
         for note in history.notes:
             print(f'{history.workdir}: {note}')
+        for line in evaluation_text(history):
+            print(line)
     print(f'{path}: {format_bytes(path.stat().st_size)}')
     print_next('python', '-m', 'webbrowser', str(path))
     return EXIT_DONE

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from maxlm.config.sections.declaration import FunctionName, Renamed
 from maxlm.config.sections.ranges import Epsilon, Fraction, FractionAbove0, FractionBelow1, Range, Steps, StepsFrom1
+from maxlm.config.user_function import is_function_name
 
 # All published recipes use learning rates far below 1.
 LearningRate = Annotated[float, Range(0, 100)]
@@ -14,9 +15,9 @@ LearningRate = Annotated[float, Range(0, 100)]
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # Optimizer. muon: Muon on the matrices of the blocks, AdamW on all other parameters; or a function of your own
-    # (docs/tutorials/optimizer.md).
-    name: Literal['adamw', 'muon'] | FunctionName = 'adamw'
+    # Optimizer. muon, soap: Muon or SOAP (Vyas et al. 2024) on the matrices of the blocks, AdamW on all other
+    # parameters; or a function of your own (docs/tutorials/optimizer.md).
+    name: Literal['adamw', 'muon', 'soap'] | FunctionName = 'adamw'
     # Peak learning rate; for muon, that of the matrices.
     learning_rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
     # muon: peak learning rate of the AdamW parameters (embeddings, head, scales, biases); 0 = learning_rate.
@@ -81,6 +82,11 @@ class OptimizerConfig:
     # Decay per step of the exponential moving average of the parameters, which is then used for evaluation and
     # inference; 0 = off. At update n the decay is at most (1 + n) / (10 + n).
     ema_decay: FractionBelow1 = 0.0
+
+    @property
+    def is_function(self) -> bool:
+        """True if the optimizer is a function: one of the user, or soap, which is written as one."""
+        return self.name == 'soap' or is_function_name(self.name)
 
 
 @dataclasses.dataclass(frozen=True)

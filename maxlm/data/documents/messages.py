@@ -6,7 +6,8 @@ by `normalize_message`. The same message therefore gives the same tokens everywh
     OpenAI      {"role": "assistant", "content": "…", "tool_calls": […]}, or "function_call" instead of "tool_calls"
     ShareGPT    {"from": "gpt", "value": "…"}; the value of "function_call" is a JSON text of calls
 
-Contents are texts or lists of text parts. The content of a tool's message may be any JSON value.
+Contents are texts or lists of text parts, and in records also of nanochat's parts with calls of Python. The content of
+a tool's message may be any JSON value.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxlm.data.documents.content_parts import split_parts
 from maxlm.data.documents.null_fields import without_null_fields
 from maxlm.data.documents.tool_calls import CALL_IN_TEXT, parse_call, parse_calls
 from maxlm.storage.json_text import parse_json, to_json
@@ -114,7 +116,7 @@ def parse_messages(value: Any, key: str) -> list[dict[str, Any]]:
     messages = []
     for place, message in enumerate(_list(value, key)):
         try:
-            messages.append(normalize_message(message))
+            messages += map(normalize_message, split_parts(message))
         except MessageError as error:
             raise ValueError(error.located(f'message {place} of {key!r}')) from error
     return messages

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from maxlm.config.schema import Config, MeshConfig
-from maxlm.config.user_function import is_function_name
 from maxlm.model.layers.weight_only_quantization import (
     CODE_DTYPES,
     CODES,
@@ -89,7 +88,7 @@ def planned_state_bytes(config: Config, *, with_reference: bool = True) -> State
         params += stored_bytes(config, weight, zero=3)
         if is_trained(config, weight.name):
             moments += moment_bytes(config, weight)
-    if is_function_name(config.optimizer.name):
+    if config.optimizer.is_function:
         moments += _user_bytes(config, None)
     if with_reference and has_reference_params(config):
         other = reference_config(config)
@@ -165,7 +164,7 @@ def _num_shards(config: Config, axis: str, zero: int) -> int:
 def moment_bytes(config: Config, weight: Weight) -> int:
     """Returns the bytes of a weight's optimizer state on one device."""
     optimizer = config.optimizer
-    if is_function_name(optimizer.name):
+    if optimizer.is_function:
         return _user_bytes(config, weight)
     # Muon has one moment for the matrices of the blocks, Adam two for every parameter.
     by_muon = optimizer.name == 'muon' and weight.kind == 'matrix'

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.config.user_function import is_function_name
 from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, value_elements, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
@@ -349,7 +348,7 @@ def update_bytes(config: Config) -> float:
     # The gradient: squared for its norm, and used. The parameter: used, written, and its norm.
     per_parameter = 8 + 12 + (8 if optimizer.ema_decay else 0)
     moments = model_parameters(model) * 2 * moment
-    if is_function_name(optimizer.name):
+    if optimizer.is_function:
         moments = 2 * planned_state_bytes(config).moments * parts
     orthogonal = 0.0
     if optimizer.name == 'muon':

@@ -16,6 +16,8 @@ from maxlm.errors import InputError
 from maxlm.training.optimizers.muon import num_inputs, num_stack_axes
 
 KEY = 'optimizer.name'
+# Optimizers of maxlm that are written as those of a user.
+SHIPPED = {'soap': 'maxlm.training.optimizers.soap:soap'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,9 @@ def user_optimizer(config: OptimizerConfig, schedule: optax.Schedule, params: An
     Raises:
         InputError: the function cannot be imported, fails or does not return an optimizer.
     """
-    function = load_function(config.name, kind=KEY, arguments=('config', 'learning_rate', 'params'))
+    function = load_function(
+        SHIPPED.get(config.name, config.name), kind=KEY, arguments=('config', 'learning_rate', 'params')
+    )
     optimizer = call_function(function, config, schedule, params, name=config.name, kind=KEY)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise InputError(

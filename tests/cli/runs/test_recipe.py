@@ -12,8 +12,10 @@ from examples.tasks.__main__ import main as write_tasks
 from maxlm.cli.runs import recipe
 from maxlm.config.loading import load, load_phases
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
+from maxlm.reporting.records import evaluated
 from maxlm.supervision.supervisor import Supervisor
 from maxlm.telemetry.metrics import read_metrics
+from maxlm.telemetry.run_history import read_history
 from tests.conftest import ROOT
 from tests.forking import forking
 
@@ -115,6 +117,9 @@ def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, forked_phase
         assert 'parity' in json.dumps(scores)
     if name == 'depth':
         assert {path.suffix for path in (tmp_path / workdir / 'nanochat').iterdir()} >= {'.pt', '.json'}
+        (results,) = evaluated(read_history(tmp_path / workdir))
+        assert {'core', 'core/colors/acc', 'bits_per_byte'} <= set(results.values)
+        assert 'CORE (mean)' in (tmp_path / workdir / 'report.html').read_text()
         return
     exported = json.loads((tmp_path / workdir / 'hf/config.json').read_text())
     assert (exported['num_hidden_layers'] if 'num_hidden_layers' in exported else exported['n_layer']) == 2
@@ -202,6 +207,10 @@ MIX = ['questions=README.md', *(f'source{weight}=README.md' for weight in (45, 2
         (
             ['--config=configs/1b.py:smoke', 'text=README.md', 'tokenizer=none.json'],
             'phase 1 of 2 (prepare): --tokenizer',
+        ),
+        (
+            ['--config=configs/depth.py:24', 'text=README.md', 'core=nowhere'],
+            '(evaluate): nowhere/eval_meta_data.csv: No',
         ),
         (['--config=configs/mix.py:smoke', 'source20=nowhere', *MIX], 'phase 4 of 10 (prepare): nowhere: '),
         (

@@ -23,7 +23,10 @@ HERE = Path(__file__).parent
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
-SPECIAL = ('<|bos|>', '<|user_start|>', '<|user_end|>', '<|assistant_start|>', '<|assistant_end|>')
+SPECIAL = (
+    *('<|bos|>', '<|user_start|>', '<|user_end|>', '<|assistant_start|>', '<|assistant_end|>'),
+    *('<|python_start|>', '<|python_end|>', '<|output_start|>', '<|output_end|>'),
+)
 TEXT = "I'm here, you'RE there. 12345 tokens; the thing is that the tokens of the text are there!\n\n  the end  "
 
 

@@ -196,8 +196,8 @@ def with_tokenizer(tmp_path_factory):
 def test_prompts_begin_with_bos(with_tokenizer):
     _, workdir, made = with_tokenizer
     tokenizer = Tokenizer.load(workdir / 'tokenizer.json')
-    assert text_prompt(tokenizer, "I'm here") == [295, *made.encode_ordinary("I'm here")]
-    assert tokenizer.context_free_prefix == [295]
+    assert text_prompt(tokenizer, "I'm here") == [291, *made.encode_ordinary("I'm here")]
+    assert tokenizer.context_free_prefix == [291]
 
 
 def test_one_bos_separates_the_documents_of_a_data_set(with_tokenizer, tmp_path):
@@ -216,9 +216,9 @@ def test_one_bos_separates_the_documents_of_a_data_set(with_tokenizer, tmp_path)
     assert dataset.manifest.beginning_of_document == ()
     (shard,) = dataset.manifest.splits['train'].shards
     tokens = TokenReader(dataset.manifest, (shard,)).read(0, 0, shard.tokens)
-    assert tokens.tolist() == 2 * [*made.encode_ordinary('the text'), 295]
+    assert tokens.tolist() == 2 * [*made.encode_ordinary('the text'), 291]
     # A run that starts from the data set begins prompts with the token.
-    assert Tokenizer.load(dataset.manifest.tokenizer_path).beginning_of_document == (295,)
+    assert Tokenizer.load(dataset.manifest.tokenizer_path).beginning_of_document == (291,)
 
 
 def test_conversations_have_the_tokens_of_nanochat(with_tokenizer):
@@ -228,9 +228,9 @@ def test_conversations_have_the_tokens_of_nanochat(with_tokenizer):
     turns = parse_messages([{'role': role, 'content': content} for role, content in messages], 'messages')
     text = made.encode_ordinary
     # As RustBPETokenizer.render_for_completion of nanochat.
-    user, answer = [296, *text('Be nice.\n\n Hi <|bos|>'), 297], [298, *text('Ho\n'), 299]
-    assert chat.encode_prompt(turns).tolist() == [295, *user, *answer, 296, *text('?'), 297, 298]
-    assert chat.end_of_turn == 299
+    user, answer = [292, *text('Be nice.\n\n Hi <|bos|>'), 293], [294, *text('Ho\n'), 295]
+    assert chat.encode_prompt(turns).tolist() == [291, *user, *answer, 292, *text('?'), 293, 294]
+    assert chat.end_of_turn == 295
 
 
 def test_an_export_has_the_tokenizer(with_tokenizer, tmp_path):
@@ -242,8 +242,8 @@ def test_an_export_has_the_tokenizer(with_tokenizer, tmp_path):
     # A tokenizer of another place, and none.
     other = imported(directory, tmp_path / 'other', f'--tokenizer={tmp_path / "exported"}')
     assert (other / 'tokenizer.json').read_bytes() == (workdir / 'tokenizer.json').read_bytes()
-    numbers = imported(directory, tmp_path / 'numbers', '--tokenizer=ids:300:295')
-    assert Tokenizer.load(numbers / 'tokenizer.json').end_of_document == 295
+    numbers = imported(directory, tmp_path / 'numbers', '--tokenizer=ids:300:291')
+    assert Tokenizer.load(numbers / 'tokenizer.json').end_of_document == 291
 
 
 def test_an_import_without_a_tokenizer_says_so(tmp_path, capfd):
