@@ -15,6 +15,7 @@ both results name the same machine. The exit code is 1 if a seed does not reach 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import subprocess
@@ -85,7 +86,8 @@ def main(argv: list[str]) -> int:
     if not rows_file.exists():
         write_rows(options.text, rows_file, options.work / 'tokenizer.json')
     changes = (*present_recipe(track.size), *track.changes, *options.change)
-    entry = {'track': options.track, 'target': track.target, 'changes': options.change, **_source()}
+    entry = {'track': options.track, 'target': track.target, 'changes': options.change}
+    entry |= {'validation': _digest(rows_file), **_source()}
     result: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
     if {key: result.get(key) for key in entry} != entry:
         result = {**entry, 'machine': machine(), 'seeds': {}}
@@ -140,9 +142,9 @@ def compare(entry: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     """Returns the p-values of an entry that needs fewer tokens, or less time, than the record, and its title.
 
     Raises:
-        InputError: the record is one of another track or target.
+        InputError: the record is one of another track, target or text.
     """
-    for key in ('track', 'target'):
+    for key in ('track', 'target', 'validation'):
         if entry[key] != record[key]:
             raise InputError(f'--record: {key} is {record[key]} instead of {entry[key]}; give a record of this track')
     is_complete = all(
@@ -162,6 +164,12 @@ def compare(entry: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
 
 def _hardware(result: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(result['machine'].get(key) for key in ('device', 'devices', 'processor', 'identity'))
+
+
+def _digest(rows_file: Path) -> str:
+    """Returns the first digits of the SHA-256 of the validation rows and of the bytes of tokens."""
+    with np.load(rows_file) as rows:
+        return hashlib.sha256(rows['validation'].tobytes() + rows['token_bytes'].tobytes()).hexdigest()[:16]
 
 
 def _source() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import leaderboard, nanochat_rows, nanochat_sides
 from benchmarks.nanochat_sides import Size
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
 from tests.conftest import ROOT
 
 MACHINE = {'device': 'cpu', 'devices': 1, 'processor': 'x86_64'}
@@ -18,7 +18,7 @@ def result(tokens, seconds=(60.0, 61.0, 62.0, 61.0, 60.0), **changes):
         str(seed): {'reached': True, 'tokens': each, 'seconds': time}
         for seed, (each, time) in enumerate(zip(tokens, seconds, strict=False))
     }
-    return {'track': 'cpu', 'target': 1.85, 'machine': MACHINE, 'seeds': seeds, **changes}
+    return {'track': 'cpu', 'target': 1.85, 'validation': 'a', 'machine': MACHINE, 'seeds': seeds, **changes}
 
 
 RECORD = result([1000.0, 1010.0, 990.0, 1005.0, 995.0])
@@ -96,6 +96,11 @@ def test_the_tokens_to_the_target_are_interpolated(small):
     assert (code, seed['reached']) == (EXIT_DONE, True)
     assert seed['tokens'] == pytest.approx((4 + 0.75 * 2) * 4 * 32)
     assert seed['seconds'] > 0
+
+
+def test_a_record_of_other_rows_is_an_error():
+    with pytest.raises(InputError, match='validation is a instead of b'):
+        leaderboard.compare(result([900.0] * 5, validation='b'), RECORD)
 
 
 def test_a_record_of_another_target_is_an_error(small, tmp_path, capsys):
