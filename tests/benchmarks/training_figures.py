@@ -45,7 +45,7 @@ def nanochat(read: Read) -> Iterator[str]:
 
 
 def nanochat_curves(read: Read) -> Iterator[str]:
-    for depth in (2, 4):
+    for depth in (3, 4):
         sides = read(f'nanochat_peer_{depth}_1000_cpu2')['sides']
         curves = [sides[side]['bits_per_byte'].values() for side in SIDES]
         for step in next(iter(curves[0])):
