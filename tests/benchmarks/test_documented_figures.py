@@ -322,7 +322,6 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/launch/elastic.md': elastic,
     'docs/leaderboard.md': training_figures.leaderboard,
     'docs/negative-results.md': training_figures.negative_results,
-    'docs/optimizers.md': training_figures.width_transfer,
 }
 
 

@@ -1,4 +1,4 @@
-"""Phrases of the pages about runs beside nanochat, the leaderboard, negative results and transfer over the width."""
+"""Phrases of the pages about runs beside nanochat, the leaderboard and negative results."""
 
 from __future__ import annotations
 
@@ -41,27 +41,14 @@ def nanochat(read: Read) -> Iterator[str]:
         values = last(sides[name])
         yield row(label, len(values), spread(values))
     yield from nanochat_curves(read)
-    yield from ablations(read)
 
 
 def nanochat_curves(read: Read) -> Iterator[str]:
-    for depth in (3, 4):
+    for depth in (4,):
         sides = read(f'nanochat_peer_{depth}_1000_cpu2')['sides']
         curves = [sides[side]['bits_per_byte'].values() for side in SIDES]
         for step in next(iter(curves[0])):
             yield row(depth, step, *(spread(curve[step] for curve in each) for each in curves))
-
-
-def ablations(read: Read) -> Iterator[str]:
-    sides = read('nanochat_peer_cpu2')['sides']
-    base = sides['maxlm-2026']['bits_per_byte']['0']['300']
-    found = {
-        name.removeprefix('without '): stored['bits_per_byte']['0']['300']
-        for name, stored in sides.items()
-        if name.startswith('without ')
-    }
-    for name, value in sorted(found.items(), key=lambda item: -item[1]):
-        yield row(name, f'{value:.4f}', f'{value - base:+.4f}')
 
 
 def leaderboard(read: Read) -> Iterator[str]:
@@ -112,20 +99,3 @@ def negative_results(read: Read) -> Iterator[str]:
     sides = read('nanochat_peer_cpu2')['sides']
     rates, schedule = (statistics.mean(last(sides[name])) for name in ('maxlm-rates', 'maxlm-schedule'))
     yield f'{rates:.4f} instead of {schedule:.4f}'
-    yield from ablations_without_gain(read)
-
-
-def ablations_without_gain(read: Read) -> Iterator[str]:
-    """Yields a row for each feature without which seed 0 was better."""
-    yield from (each for each in ablations(read) if ' | -' in each)
-
-
-def width_transfer(read: Read) -> Iterator[str]:
-    result = read('width_transfer_cpu2')
-    losses = {(run['base_dim'], run['width'], run['rate']): run['loss'] for run in result['runs']}
-    rates = sorted({rate for _, _, rate in losses})
-    for base_dim in sorted({base for base, _, _ in losses}):
-        for width in sorted({width for _, width, _ in losses}):
-            found = [losses[base_dim, width, rate] for rate in rates]
-            cells = [f'**{loss:.3f}**' if loss == min(found) else f'{loss:.3f}' for loss in found]
-            yield row(f'`{base_dim}`' if base_dim else 'off', width, *cells)
