@@ -64,7 +64,7 @@ def main(job: Job) -> None:
     for step in range(job.steps):
         if step in job.trace:
             trace |= {f'{step}/{name}': param.detach().numpy().copy() for name, param in model.named_parameters()}
-        batch = torch.from_numpy(rows['train'][step * job.batch : (step + 1) * job.batch].astype(np.int64))
+        batch = torch.from_numpy(rows['documents'][step * job.batch : (step + 1) * job.batch].astype(np.int64))
         loss = model(batch[:, :-1], batch[:, 1:].contiguous())
         loss.backward()
         schedule(job, step, optimizer, model)
@@ -138,8 +138,8 @@ def schedule(job: Job, step: int, optimizer: Any, model: torch.nn.Module) -> Non
         falling = round(0.65 * steps)
         progress = (steps - step) / falling
         rate = (step + 1) / 40 if step < 40 else min(1.0, progress + (1 - progress) * 0.05)
-        # A run of less than 400 steps ends during the warm-up of the momentum.
-        momentum = 0.85 + 0.12 * step / 400
+        # The warm-up of the momentum comes before its decay.
+        momentum = 0.85 + 0.12 * step / 400 if step < 400 else 0.9 + 0.07 * min(1.0, progress)
         decay = 0.28 * 0.5 * (1 + math.cos(math.pi * step / steps))
     for group in optimizer.param_groups:
         group['lr'] = group['initial_lr'] * rate

@@ -1,6 +1,7 @@
 """Shows how the best learning rate changes with the width: trains models of several widths with several rates.
 
-    python -m benchmarks.width_transfer [--steps=150] [--output=FILE]
+    python -m benchmarks.width_transfer [--steps=150] [--batch=16] [--rates 2e-3 4e-3 …]
+        [--output=FILE]
 
 The models have four layers, heads of 32 and float32; they train on the bytes of this repository. Each width is trained
 with and without `model.base_dim=64`. Prints the mean loss of the last 20 steps of each run.
@@ -33,8 +34,6 @@ SETTINGS = (
     'model.vocab_size=256',
     'model.dtype=float32',
     'data.seq_len=128',
-    'train.global_batch_size=16',
-    'train.per_device_batch_size=16',
     'optimizer.schedule=linear',
     'optimizer.min_learning_rate=0',
     'optimizer.warmup_steps=20',
@@ -46,6 +45,8 @@ def main(argv: list[str]) -> int:
     """Trains all runs, prints their losses and writes JSON."""
     parser = ArgumentParser(prog='benchmarks.width_transfer', allow_abbrev=False, description=__doc__)
     parser.add_argument('--steps', type=int, default=150, help='steps of each run (default 150)')
+    parser.add_argument('--batch', type=int, default=16, help='sequences of 128 tokens per step (default 16)')
+    parser.add_argument('--rates', nargs='+', type=float, default=RATES, help='learning rates (default 2^-10 to 2^-4)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     runs: list[dict[str, Any]] = []
@@ -53,18 +54,24 @@ def main(argv: list[str]) -> int:
         for width in WIDTHS:
             # At the base width, the transfer changes nothing.
             is_known = base_dim == width
-            for rate in RATES:
+            for rate in options.rates:
                 known = [each for each in runs if is_known and (each['width'], each['rate']) == (width, rate)]
-                loss = known[0]['loss'] if known else train(width, base_dim, rate, options.steps)
+                loss = known[0]['loss'] if known else train(width, base_dim, rate, options.steps, options.batch)
                 runs.append({'width': width, 'base_dim': base_dim, 'rate': rate, 'loss': loss})
                 print(f'width {width}, model.base_dim={base_dim}, learning rate {rate:.5f}: {loss:.4f}', flush=True)
     if options.output:
-        result = {'settings': SETTINGS, 'steps': options.steps, 'runs': runs, 'machine': machine()}
+        result = {
+            'settings': SETTINGS,
+            'steps': options.steps,
+            'batch': options.batch,
+            'runs': runs,
+            'machine': machine(),
+        }
         options.output.write_text(json.dumps(result) + '\n')
     return EXIT_DONE
 
 
-def train(width: int, base_dim: int, rate: float, steps: int) -> float:
+def train(width: int, base_dim: int, rate: float, steps: int, batch: int) -> float:
     """Returns the mean loss of the last steps of a run."""
     sizes = {'model.dim': width, 'model.num_heads': width // HEAD_DIM, 'model.ffn_dim': 3 * width}
     run: dict[str, Any] = {
@@ -72,6 +79,8 @@ def train(width: int, base_dim: int, rate: float, steps: int) -> float:
         'model.base_dim': base_dim,
         'optimizer.learning_rate': rate,
         'train.num_steps': steps,
+        'train.global_batch_size': batch,
+        'train.per_device_batch_size': batch,
     }
     config = load(str(CONFIG), [*SETTINGS, *(f'{key}={value}' for key, value in run.items())])
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=config.model.vocab_size, windows=1)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks import training_figures
 from tests.conftest import ROOT
 
 # Reads a file of benchmarks/results by its name.
@@ -183,6 +184,7 @@ def growth(read: Read) -> Iterator[str]:
 
 
 def results_page(read: Read) -> Iterator[str]:
+    yield from training_figures.nanochat(read)
     step, fp8, peers = read('1b_h200'), read('1b_fp8_h200'), read('peers_h200')
     yield f'({100 * step["mfu_full"]:.1f} % full), compiled in {step["compile_seconds"]:.0f} s'
     yield f'compiled in {fp8["compile_seconds"]:.0f} s'
@@ -318,6 +320,8 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/layouts.md': layouts,
     'docs/training.md': training,
     'docs/launch/elastic.md': elastic,
+    'docs/leaderboard.md': training_figures.leaderboard,
+    'docs/negative-results.md': training_figures.negative_results,
 }
 
 
