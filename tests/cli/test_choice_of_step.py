@@ -4,6 +4,7 @@ The losses of the run rise, and only one of its steps has parameters, so that no
 """
 
 import argparse
+import io
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ from maxlm.cli.execution import serve
 from maxlm.cli.hints import HINTS
 from maxlm.config.keys import declared_keys
 from maxlm.errors import EXIT_DONE, InputError, exit_code
+from maxlm.workdir.files import CHAT_TEMPLATE
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.adapters import adapter_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
@@ -46,6 +48,7 @@ USES = {
     'evaluate': '--checkpoint={run} --data={data} --num-batches=1',
     'generate': '--checkpoint={run} --prompt=a --max-tokens=2',
     'serve': '--checkpoint={run} --port=0 --slots=1',
+    'chat': '{run} --max-tokens=2',
     'quantize': '--checkpoint={run} --format=int8 --output={new} --no-eval',
     'checkpoints fetch': '{run} --output={new} --weights-only',
     'checkpoints merge': '--checkpoint={lora} --output={new}',
@@ -109,6 +112,7 @@ def runs(tmp_path_factory):
 def _make_run(workdir, settings, with_parameters):
     changed = adapter_arrays(small_config(**settings).model) if 'model__lora_rank' in settings else {}
     make_workdir(workdir, settings, step=with_parameters, changed=changed)
+    (workdir / CHAT_TEMPLATE).write_text('{% for message in messages %}{{ message.content }}{% endfor %}')
     steps = workdir / CHECKPOINTS_DIR
     for step, loss in LOSSES.items():
         if step != with_parameters:
@@ -123,6 +127,7 @@ def call(runs, dataset, tmp_path, monkeypatch, capfd):
     """Returns a function that runs a command on runs whose step `has` has parameters: the exit code and the output."""
     monkeypatch.setattr(serve, 'serve_until_stopped', lambda running: EXIT_DONE)
     monkeypatch.delenv(HINTS)
+    monkeypatch.setattr('sys.stdin', io.StringIO('Hi\n'))
     (tmp_path / 'prompts.jsonl').write_text('{"prompt": "ab", "target_length": 3}\n' * 8)
 
     def call(command, choice, *, has=NEWEST):
