@@ -38,7 +38,7 @@ def test_the_phases_have_the_figures_of_plan(capsys, monkeypatch):
     assert disk.endswith(' GiB')
     assert float(disk.split()[0]) * 2**30 == pytest.approx(6 * 12 * 6.74e9, rel=0.01)
     # Data preparation is not planned.
-    assert cells(output, 1) == ['1', 'prepare', '-', '-', '-', '-']
+    assert cells(output, 1) == ['1', 'prepare data/code-7b', '-', '-', '-', '-']
     # Instruction tuning is planned for 1000 steps, because its conversations do not exist yet.
     assert cells(output, 5)[2] == '1,000'
     total = sum(float(row[4].strip('$').replace(',', '')) for phase in (2, 3, 5, 6) if (row := cells(output, phase)))
