@@ -83,3 +83,9 @@ def test_a_config_that_cannot_be_planned_names_the_reason():
     assert (planned.hours, planned.name) == (None, 'train tiny')
     assert 'runs/none' in planned.note
     assert f'phase 1: {planned.note}' in recipe_plan.plan_text([planned], 'h100:1')
+
+
+def test_the_preset_for_10_gb_fits_and_the_published_trial_does_not():
+    """Compiled, the preset needs 7.1 GiB."""
+    fits = {name: maxlm.Plan(name, 'rtx3080:1', estimate=True).fits for name in ('neox:tuned_10gb', 'neox:test')}
+    assert fits == {'neox:tuned_10gb': True, 'neox:test': False}
