@@ -15,7 +15,7 @@ Hardware:  as above, test on one GPU with 40 GB or more; any number of devices t
 Time:      production: 0.8 billion tokens; production_8gpu: 155 billion tokens;
            tuned_1gpu and tuned_24gb: 5.2 billion tokens; tuned: 29 billion tokens
 Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 33 on each of 8, tuned_24gb and
-           production 18 on each of two RTX 4090, production_8gpu 21 on each of 8 H100
+           production 18 on each of two RTX 4090, production_8gpu 21 on each of 8 H100, tuned_10gb 7.1 on one RTX 3080
 Expected:  speed and loss are not measured yet
 
 The published variants have sequences of 1024 tokens. The tuned variants have the sequence length, the learning rate and
@@ -39,7 +39,7 @@ VARIANTS = {
     'tuned_1gpu': (2048, 20_000, 128, 8, 2e-4, 200, 1000, 10),
     'tuned_24gb': (2048, 20_000, 128, 2, 2e-4, 200, 1000, 10),
     'tuned': (2048, 14_000, 1024, 8, 2e-4, 140, 1000, 10),
-    'tuned_10gb': (2048, 31_000, 128, 2, 3e-4, 310, 1000, 10),
+    'tuned_10gb': (2048, 31_000, 128, 4, 3e-4, 310, 1000, 10),
 }
 # Variants for devices with 24 GB.
 SMALL_MEMORY = ('production', 'tuned_24gb')

@@ -83,7 +83,9 @@ def choose_step(
         return steps[step_name]
     if step_name == BEST and best is None:
         raise InputError(f'{reference}: no step was saved with a validation loss (eval.interval); {_available(losses)}')
-    if best not in (None, newest) and logger.isEnabledFor(level):
+    # A line that no handler shows would count as logged.
+    is_shown = level >= LEVEL or logger.handlers
+    if best not in (None, newest) and is_shown:
         assert best is not None
         lowest, last = (f'step {step}{_loss_text(losses[step])}' for step in (best, newest))
         if step_name == BEST:

@@ -30,7 +30,7 @@ USED = {
     '': 'using step 6 (5.4100), the newest; the lowest validation loss is that of step 2 (4.7900): ',
     '@best': 'using step 2 (4.7900), which has the lowest validation loss; the newest is step 6 (5.4100)',
 }
-SIZES = {**model_keys(dim=32, num_heads=4, num_layers=1, vocab_size=260), 'data__seq_len': 16}
+SIZES = {**model_keys(dim=32, num_heads=4, num_layers=1, vocab_size=260, tie_embeddings=False), 'data__seq_len': 16}
 SETTINGS = {**MODELS['llama'], **SIZES}
 TRAIN = [
     '--config=tiny --config.data.path={data} --config.train.num_steps=1 --config.train.global_batch_size=8 '
@@ -44,7 +44,7 @@ USES = {
     'distill': '--data={data} --teacher={run} --output={new} --seq-len=16 --top-k=4',
     'grpo': ' '.join(TRAIN).replace('data.path={data}', 'grpo.prompts={prompts}')
     + ' --config.train.objective=grpo --config.grpo.reward=length --config.grpo.num_generations=8 '
-    '--config.grpo.max_completion_length=4',
+    '--config.grpo.max_completion_length=4 --config.eval.interval=0',
     'evaluate': '--checkpoint={run} --data={data} --num-batches=1',
     'generate': '--checkpoint={run} --prompt=a --max-tokens=2',
     'serve': '--checkpoint={run} --port=0 --slots=1',
@@ -53,11 +53,12 @@ USES = {
     'checkpoints fetch': '{run} --output={new} --weights-only',
     'checkpoints merge': '--checkpoint={lora} --output={new}',
     'hf export': '--checkpoint={run} --output={new}',
-    'hf export-adapter': '--checkpoint={lora} --output={new}',
+    'hf export-adapter': '--checkpoint={lora} --output={new} --base=base',
     'hf export-gguf': '--checkpoint={run} --output={new}.gguf',
     'hf export-nanochat': '--checkpoint={nanochat} --output={new}',
 }
 OTHERS = {
+    'configs list': 'lists configs',
     'configs show': 'prints a config',
     'prepare': 'writes data',
     'questions': 'writes prompts',
@@ -173,10 +174,12 @@ def test_commands_use_the_newest_step(command, call):
 
 
 @pytest.mark.parametrize('command', USES)
-def test_best_chooses_another_step(command, call):
-    """Control: the other steps cannot be used, because they have no parameters."""
+def test_best_chooses_another_step(command, call, tmp_path):
+    """Control: the other steps cannot be used, because they have no parameters; a copy has none either."""
     code, output, _ = call(command, '@best')
-    assert code != EXIT_DONE
+    copy = tmp_path / 'new' / CHECKPOINTS_DIR / str(BEST)
+    assert copy.is_dir() if command == 'checkpoints fetch' else code != EXIT_DONE
+    assert not (copy / 'params').exists()
     assert USED['@best'] in output
 
 

@@ -93,6 +93,6 @@ def test_paths_without_a_model(made, tmp_path):
         (f'{made}/nowhere', 'no checkpoint in'),
         (str(tmp_path / 'damaged'), 'config.json'),
     ]:
-        with pytest.raises(InputError, match=fragments) as info, resolved_checkpoint(given):
-            pass
+        with pytest.raises(InputError, match=fragments) as info, resolved_checkpoint(given) as checkpoint:
+            find_local_step(checkpoint)
         assert '--input' not in str(info.value)

@@ -37,7 +37,7 @@ def test_prompts_and_texts(tmp_path, capsys):
     prompts, held_out, texts = (lines(output / name) for name in (PROMPTS, HELD_OUT, TEXTS))
     assert f'{len(prompts)} questions, and {len(held_out)} held out' in capsys.readouterr().out
     assert {*prompts[0]} == {'prompt', 'answer'}
-    number = int(prompts[0]['prompt'].split()[3])
+    number = int(prompts[0]['prompt'].split()[4])
     wanted = f'Question: How much is {number} + 1?\nA. {number}\nB. {number + 1}\nAnswer:'
     assert prompts[0]['prompt'] == wanted
     assert texts[0]['text'] == f'{wanted} B. {number + 1}'

@@ -21,6 +21,7 @@ from maxlm.model.parameters import count_parameters
 from maxlm.planning.cost import HOUR, num_saves
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes
 from maxlm.planning.targets import parse_target
+from maxlm.supervision.restarts import find_option
 
 # Bytes of a parameter of an exported model, in bfloat16.
 EXPORT_BYTES = 2
@@ -79,8 +80,13 @@ def plan_phases(
     planned = []
     for number, (phase, config) in enumerate(zip(phases, configs, strict=True), start=1):
         if phase is not None:
-            words = [word.removeprefix('--config=') for word in phase[1:] if word.startswith('--config=')]
-            name = ' '.join([phase[1] if phase[0] == '-m' else phase[0], *words[:1]])
+            verb, *arguments = phase
+            what = (
+                arguments[0]
+                if verb == '-m'
+                else find_option(arguments, '--config') or find_option(arguments, '--output')
+            )
+            name = f'{verb} {what}'.rstrip()
             planned.append(PlannedPhase(number, name) if config is None else _plan(number, name, config, target))
     return planned
 

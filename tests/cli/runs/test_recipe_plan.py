@@ -38,7 +38,7 @@ def test_the_phases_have_the_figures_of_plan(capsys, monkeypatch):
     assert disk.endswith(' GiB')
     assert float(disk.split()[0]) * 2**30 == pytest.approx(6 * 12 * 6.74e9, rel=0.01)
     # Data preparation is not planned.
-    assert cells(output, 1) == ['1', 'prepare', '-', '-', '-', '-']
+    assert cells(output, 1) == ['1', 'prepare data/code-7b', '-', '-', '-', '-']
     # Instruction tuning is planned for 1000 steps, because its conversations do not exist yet.
     assert cells(output, 5)[2] == '1,000'
     total = sum(float(row[4].strip('$').replace(',', '')) for phase in (2, 3, 5, 6) if (row := cells(output, phase)))
@@ -83,3 +83,9 @@ def test_a_config_that_cannot_be_planned_names_the_reason():
     assert (planned.hours, planned.name) == (None, 'train tiny')
     assert 'runs/none' in planned.note
     assert f'phase 1: {planned.note}' in recipe_plan.plan_text([planned], 'h100:1')
+
+
+def test_the_preset_for_10_gb_fits_and_the_published_trial_does_not():
+    """Compiled, the preset needs 7.1 GiB."""
+    fits = {name: maxlm.Plan(name, 'rtx3080:1', estimate=True).fits for name in ('neox:tuned_10gb', 'neox:test')}
+    assert fits == {'neox:tuned_10gb': True, 'neox:test': False}
