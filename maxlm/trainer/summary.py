@@ -14,14 +14,14 @@ import jax
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.config.user_function import is_function_name, module_checksum
 from maxlm.errors import InputError
-from maxlm.formatting import format_duration
+from maxlm.formatting import format_duration, plural
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
 from maxlm.model.parameters import count_active_parameters, count_parameters, parameters_text
 from maxlm.planning.cost import DEFAULT_TERMS
 from maxlm.planning.forecast import Forecast
-from maxlm.planning.report import cost_of, micro_batches, startup_text
+from maxlm.planning.report import cost_of, startup_text
 from maxlm.telemetry.cost import HOUR
 from maxlm.telemetry.environment import checkout, command, devices, result_changes, versions
 from maxlm.telemetry.events import read_events
@@ -117,7 +117,7 @@ def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | 
     logger.info(
         f'{headline(config)}; '
         f'step of {config.train.global_batch_size} × {config.data.seq_len} tokens in '
-        f'{micro_batches(config.accumulation)} of {config.train.per_device_batch_size} per device; '
+        f'{plural(config.accumulation, "micro-batch")} of {config.train.per_device_batch_size} per device; '
         f'attention kernel {config.model.attention}'
         f'{"; train.deterministic=true" if config.train.deterministic else ""}'
     )

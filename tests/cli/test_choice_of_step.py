@@ -17,11 +17,13 @@ from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.cli.execution import serve
 from maxlm.cli.hints import HINTS
 from maxlm.config.keys import declared_keys
+from maxlm.data.chat.template import CHATML
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.workdir.files import CHAT_TEMPLATE
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 from tests.adapters import adapter_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.serving.fake_engine import chat_tokenizer
 from tests.small import model_keys, small_config
 
 LOSSES = {2: 4.79, 4: 4.94, 6: 5.41}
@@ -48,7 +50,7 @@ USES = {
     'evaluate': '--checkpoint={run} --data={data} --num-batches=1',
     'generate': '--checkpoint={run} --prompt=a --max-tokens=2',
     'serve': '--checkpoint={run} --port=0 --slots=1',
-    'chat': '{run} --max-tokens=2',
+    'chat': '{chat} --max-tokens=2',
     'quantize': '--checkpoint={run} --format=int8 --output={new} --no-eval',
     'checkpoints fetch': '{run} --output={new} --weights-only',
     'checkpoints merge': '--checkpoint={lora} --output={new}',
@@ -98,7 +100,12 @@ OTHER_NAMES = {
 def runs(tmp_path_factory):
     """Returns a function that makes runs in which only one step has parameters."""
     folder = tmp_path_factory.mktemp('runs')
-    models = {'run': SETTINGS, 'lora': {**SETTINGS, 'model__lora_rank': 2}, 'nanochat': {**MODELS['nanochat'], **SIZES}}
+    models = {
+        'run': SETTINGS,
+        'chat': {**SETTINGS, 'data__seq_len': 64},
+        'lora': {**SETTINGS, 'model__lora_rank': 2},
+        'nanochat': {**MODELS['nanochat'], **SIZES},
+    }
 
     def make(step):
         for name, settings in models.items():
@@ -112,8 +119,10 @@ def runs(tmp_path_factory):
 
 def _make_run(workdir, settings, with_parameters):
     changed = adapter_arrays(small_config(**settings).model) if 'model__lora_rank' in settings else {}
-    make_workdir(workdir, settings, step=with_parameters, changed=changed)
-    (workdir / CHAT_TEMPLATE).write_text('{% for message in messages %}{{ message.content }}{% endfor %}')
+    tokenizer = chat_tokenizer() if workdir.name == 'chat' else None
+    make_workdir(workdir, settings, step=with_parameters, tokenizer=tokenizer, changed=changed)
+    if tokenizer:
+        (workdir / CHAT_TEMPLATE).write_text(CHATML)
     steps = workdir / CHECKPOINTS_DIR
     for step, loss in LOSSES.items():
         if step != with_parameters:
@@ -135,7 +144,7 @@ def call(runs, dataset, tmp_path, monkeypatch, capfd):
         listing._log_once.cache_clear()
         verb, *subcommand = command.split()
         folder = runs(has)
-        names = {name: f'{folder / name}{choice}' for name in ('run', 'lora', 'nanochat')}
+        names = {name: f'{folder / name}{choice}' for name in ('run', 'chat', 'lora', 'nanochat')}
         fields = {**names, 'data': dataset, 'prompts': tmp_path / 'prompts.jsonl', 'new': tmp_path / 'new'}
         words = USES[command].format(**fields).split()
         code = exit_code(module_of(verb).main, [*subcommand, *words])

@@ -19,8 +19,7 @@ def execute(options: argparse.Namespace) -> None:
     """Loads the model and answers lines until the end of the input."""
     terminal = standard_terminal()
     # In a pipe, the output consists of the answers.
-    console = Console() if terminal.is_interactive else contextlib.nullcontext()
-    with console, resolved_checkpoint(options.checkpoint) as checkpoint:
+    with Console(stderr=not terminal.is_interactive), resolved_checkpoint(options.checkpoint) as checkpoint:
         model = load_model(checkpoint, num_devices=1, quantize=options.quantize)
     sampling = Sampling(
         temperature=options.temperature,
