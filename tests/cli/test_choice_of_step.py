@@ -142,6 +142,8 @@ def call(runs, dataset, tmp_path, monkeypatch, capfd):
 
     def call(command, choice, *, has=NEWEST):
         listing._log_once.cache_clear()
+        # pytest adds its handlers to loggers that do not propagate, as after an earlier command.
+        listing.logger.handlers.clear()
         verb, *subcommand = command.split()
         folder = runs(has)
         names = {name: f'{folder / name}{choice}' for name in ('run', 'chat', 'lora', 'nanochat')}

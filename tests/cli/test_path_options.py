@@ -160,6 +160,7 @@ def required(command, replaced):
     words = {
         'prepare': ['--input=in', '--output=out'],
         'fetch': ['--input=in', '--output=out'],
+        'questions': ['--input=in', '--output=out'],
         'plan': ['--config=in', '--target=cpu'],
         'doctor': ['--workdir=out'],
         'train': ['--config=in', '--workdir=out'],
