@@ -235,7 +235,7 @@ def test_the_docs_list_options_with_urls():
 
 
 def shown_as(name):
-    return name if name.startswith('-') else 'WORKDIR'
+    return name if name.startswith('-') else 'CHECKPOINT' if name == 'checkpoint' else 'WORKDIR'
 
 
 def refused_urls(option):

@@ -199,6 +199,7 @@ class ChatSession:
         conversation = [*self._messages, {'role': 'user', 'content': text}]
         fitted = fit_conversation(self._with_system(conversation), self._fits)
         request = self._request(chat_prompt(self._model, fitted.messages))
+        self._engine.check(request)
         if fitted.num_dropped > self._num_dropped:
             context = self._engine.max_context
             self._terminal.note(

@@ -133,7 +133,6 @@ def test_an_interrupt_on_a_terminal_stops_the_answer(workdir):
         conversation.until(lambda: conversation.text.endswith('\n> '))
         assert len(conversation.text) < LONG // 2
         conversation.type('/quit')
-        conversation.until(lambda: conversation.process.poll() is not None)
-        assert conversation.process.returncode == EXIT_DONE
+        assert conversation.process.wait(100) == EXIT_DONE
     finally:
         conversation.close()

@@ -285,6 +285,7 @@ def test_model_information(browser):
             'Weights': 'Not quantized',
             'Key-value cache': 'Compute dtype',
             'Chat template': 'Yes',
+            'Full context': 'The oldest messages are dropped',
             'API': f'{server.url}/v1',
         }
         browser.press('Escape')
