@@ -18,7 +18,7 @@ _MAX_PROMPTS, _MAX_STEPS, _MAX_CHARS = 8, 12, 2000
 CORE, BITS_PER_BYTE = 'core', 'bits_per_byte'
 
 
-class Evaluated(NamedTuple):
+class CheckpointResults(NamedTuple):
     """Results of one checkpoint in the evaluation of a workdir.
 
     Attributes:
@@ -52,16 +52,16 @@ class Evaluated(NamedTuple):
         return f'{value:.4f}' if half is None else f'{value:.4f} ± {half:.4f}'
 
 
-def evaluated(history: RunHistory) -> list[Evaluated]:
+def evaluated(history: RunHistory) -> list[CheckpointResults]:
     """Returns the results in WORKDIR/evaluation by checkpoint, without values that are not finite."""
-    found: dict[str, Evaluated] = {}
+    found: dict[str, CheckpointResults] = {}
     for row in history.evaluation:
         for cell in items(row, 'checkpoints'):
             value, name = number(cell, 'value'), text(cell, 'checkpoint')
             low, high = (number({'bound': bound}, 'bound') for bound in [*items(cell, 'interval'), None, None][:2])
             half = None if low is None or high is None else (high - low) / 2
             if value is not None:
-                found.setdefault(name, Evaluated(name, {})).values[text(row, 'name')] = value, half
+                found.setdefault(name, CheckpointResults(name, {})).values[text(row, 'name')] = value, half
     return list(found.values())
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 from maxlm.config.sections.declaration import FunctionName, Renamed
 from maxlm.config.sections.ranges import Epsilon, Fraction, FractionAbove0, FractionBelow1, Range, Steps, StepsFrom1
-from maxlm.config.user_function import is_function_name
 
 # All published recipes use learning rates far below 1.
 LearningRate = Annotated[float, Range(0, 100)]
@@ -86,7 +85,7 @@ class OptimizerConfig:
     @property
     def is_function(self) -> bool:
         """True if the optimizer is a function: one of the user, or soap, which is written as one."""
-        return self.name == 'soap' or is_function_name(self.name)
+        return self.name == 'soap' or ':' in self.name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,7 +113,7 @@ def parse_messages(value: Any, key: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: a message is malformed. The error names the message and is one line.
     """
-    messages = []
+    messages: list[dict[str, Any]] = []
     for place, message in enumerate(_list(value, key)):
         try:
             messages += map(normalize_message, split_parts(message))
