@@ -11,6 +11,8 @@ SIDES = ('nanochat', 'maxlm-2026')
 LABELS = {
     'nanochat': 'nanochat',
     'maxlm-2026': "maxlm, `configs/depth.py:4` with nanochat's rates",
+    'without schedule': 'maxlm, `configs/depth.py:4` with the schedule of 2025',
+    'without value embeddings': 'maxlm, `configs/depth.py:4` without value embeddings',
     'maxlm-schedule': 'maxlm, `configs/depth.py:4-2025` with a warm-up of 40 steps and a decay over 65 % to 5 %',
     'maxlm-rates': (
         "maxlm, additionally nanochat's rates, momentum, score factor and RoPE base, without clipping and document mask"
