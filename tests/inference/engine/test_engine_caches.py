@@ -64,7 +64,7 @@ def test_layers_have_separate_arrays(plain):
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
     """Tests scanned layers, as on GPUs and TPUs, where the compiler chooses the layout of kernels."""
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
@@ -102,7 +102,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monkeypatch):
     """Tests scanned layers, as on GPUs and TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     monkeypatch.setattr(slots, 'SHRINK_AFTER_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
@@ -134,7 +134,7 @@ def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monke
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_a_cache_keeps_its_contents_when_its_length_changes(cache, monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     model = load(FAMILY)
     made = CompiledFunctions(
