@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--target', default='h100:1', help='as in maxlm plan (default h100:1)')
     parser.add_argument('--batches', default='1,32', help='numbers of slots, with commas between them (default 1,32)')
     parser.add_argument('--context', type=int, default=1024, help='positions of a slot (default 1024)')
+    parser.add_argument('--beside', type=Path, help='JSON file of an earlier version, to be copied to the output')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
     jax.config.update('jax_platforms', 'cpu')
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
     if options.output:
         asked = {'config': options.config, 'overrides': overrides, 'target': target.spec, 'context': options.context}
         found = {**asked, 'measured': False, 'machine': machine(), 'results': results}
+        if options.beside:
+            found['before'] = json.loads(options.beside.read_text())['results']
         options.output.write_text(json.dumps(found, indent=1) + '\n')
     return EXIT_DONE
 

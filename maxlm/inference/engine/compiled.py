@@ -127,7 +127,7 @@ class CompiledFunctions:
         self.chunk = min(chunk, max_context)
         is_cpu = layout.platform == 'cpu'
         # Every pass reads the full cache length, except with blocks of slots.
-        self._has_cache_blocks = is_cpu and self._runner.are_layers_unstacked
+        self._has_cache_blocks = self._runner.are_layers_unstacked and uses_cache_blocks(layout)
         growth = GPU_LENGTH_GROWTH if layout.platform == 'gpu' else GROWTH
         self.cache_lengths = (
             [max_context] if self._has_cache_blocks else _growing_sizes(MIN_CACHE_LENGTH, max_context, growth)
@@ -365,6 +365,11 @@ class CompiledFunctions:
             unstacked=self._runner.are_layers_unstacked,
             in_blocks=self._has_cache_blocks,
         )
+
+
+def uses_cache_blocks(layout: Layout) -> bool:
+    """Returns True if a pass decides for each block of slots whether to read it. A GPU would wait for each decision."""
+    return layout.platform == 'cpu'
 
 
 def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int]:

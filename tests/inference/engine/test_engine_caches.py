@@ -63,7 +63,7 @@ def test_layers_have_separate_arrays(plain):
 
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
-    """Tests scanned layers, as on GPUs and TPUs, where the compiler chooses the layout of kernels."""
+    """Tests scanned layers, as on TPUs, where the compiler chooses the layout of kernels."""
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
@@ -80,6 +80,23 @@ def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
     found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
     assert found == {(16, 16, 32), (16, 16, 32, 36)}
     assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+def test_separate_layers_with_complete_caches_give_the_same(cache, expected, int8, monkeypatch):
+    """Tests the caches of GPUs: separate for each layer, and of growing length."""
+    rows = expected if cache == 'model' else int8[1]
+    monkeypatch.setattr(compiled, 'uses_cache_blocks', lambda layout: False)
+    monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
+    some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
+    assert some._compiled.cache_lengths == [25, 100]
+    assert {len(parts) for parts in some._state.caches} == {1}
+    assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
+    assert {part.num_slots for (part,) in some._state.caches} == {64, 100}
+    # Control: a cache that does not grow loses tokens.
+    monkeypatch.setattr(slots.CacheLength, 'fit', lambda self, length, passes=0: 25)
+    some._resize(25)
+    assert generate(some, PROMPTS, max_tokens=TOKENS) != rows
 
 
 ATTEND_CACHED = attention.attend_cached
@@ -100,7 +117,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 
 @pytest.mark.parametrize('cache', ['model', pytest.param('int8', marks=pytest.mark.nightly)])
 def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monkeypatch):
-    """Tests scanned layers, as on GPUs and TPUs, where every pass reads the complete caches."""
+    """Tests scanned layers, as on TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
