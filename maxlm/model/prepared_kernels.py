@@ -23,7 +23,7 @@ Path = tuple[Any, ...]
 
 
 class KernelForm(NamedTuple):
-    """What `convert` changes.
+    """Parameters that `convert` changes.
 
     Attributes:
         transposed: number of input axes of each transposed kernel, by path of the kernel.

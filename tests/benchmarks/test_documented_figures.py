@@ -139,7 +139,6 @@ def decoding(read: Read) -> Iterator[str]:
             sizes = [f'{result[key] / 1e9:.2f}' for key in ('bytes_per_pass', 'bytes_per_call')]
             yield row(result['slots'], version, result['kernels_per_pass'], *sizes)
         yield f'{after["weight_and_cache_bytes"] / 1e9:.2f} GB'
-        assert (after['host_waits_per_pass'], after['is_one_graph']) == (0, 1)
 
 
 def overlap(read: Read) -> Iterator[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.decode_program import host_turns
 from tests.conftest import ROOT
-from tests.gpu_compiler import NEEDS_COMPILER, run_python
+from tests.gpu_compiler import needs_gpu_compiler, run_python
 
 LAYERS = 2
 SMALL = (f'--config.model.num_layers={LAYERS}', '--config.model.vocab_size=1024', '--context=128')
@@ -24,7 +24,7 @@ condition:
 """
 
 
-@NEEDS_COMPILER
+@needs_gpu_compiler
 @pytest.mark.parametrize('slots', [1, 4])
 def test_a_call_is_one_graph_and_reads_each_array_once(slots, tmp_path):
     output = tmp_path / 'out.json'
