@@ -23,6 +23,10 @@ GROUPS = {
 }
 
 
+# Partitioning of one GPU.
+GPU = SingleDevice(device_platform='gpu')
+
+
 class Split(SingleDevice):
     """Partitioning that reports sharded heads, as on a mesh."""
 
@@ -30,7 +34,7 @@ class Split(SingleDevice):
         return 2 if axis == 'heads' else 1
 
 
-def new_decoder(partitioning=SINGLE_DEVICE, **changes):
+def new_decoder(partitioning=GPU, **changes):
     config = dataclasses.replace(small_config(model__family='qwen2').model, **changes)
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), partitioning=partitioning))
 
@@ -65,9 +69,7 @@ def numpy_kernel(params, weights):
 
 
 @pytest.mark.parametrize('weights', [None, 'int8', 'int4'])
-@pytest.mark.parametrize('transposed', [False, True])
-def test_joined_projections_equal_products_in_numpy(weights, transposed, monkeypatch):
-    monkeypatch.setattr(linear, 'MIN_TRANSPOSED_INPUTS', 1 if transposed else 10**6)
+def test_joined_projections_equal_products_in_numpy(weights):
     changes = {} if weights is None else {'weight_quantization': weights}
     decoder, rng = new_decoder(**changes), np.random.default_rng(0)
     layer = layer_of(decoder, rng)
@@ -92,10 +94,11 @@ def test_joined_projections_equal_products_in_numpy(weights, transposed, monkeyp
 @pytest.mark.parametrize(
     ('partitioning', 'changes', 'joined'),
     [
-        (Split(), {}, {'feedforward'}),
-        (SINGLE_DEVICE, {'lora_rank': 2, 'lora_target_modules': ('*.up',)}, {'attention'}),
-        (SINGLE_DEVICE, {'matmul_precision': 'fp8'}, set()),
-        (SINGLE_DEVICE, {'block': 'maxlm.model.blocks:Block'}, set()),
+        (Split(device_platform='gpu'), {}, {'feedforward'}),
+        (SINGLE_DEVICE, {}, set()),
+        (GPU, {'lora_rank': 2, 'lora_target_modules': ('*.up',)}, {'attention'}),
+        (GPU, {'matmul_precision': 'fp8'}, set()),
+        (GPU, {'block': 'maxlm.model.blocks:Block'}, set()),
     ],
 )
 def test_kernels_that_stay_separate(partitioning, changes, joined):

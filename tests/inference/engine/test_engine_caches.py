@@ -10,6 +10,7 @@ from maxlm.inference.engine import compiled, model_runner, slots
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
+from maxlm.model import prepared_kernels
 from maxlm.model.attention import attention
 from maxlm.model.layers import kv_cache as model_cache
 from tests.inference.engines import (
@@ -84,13 +85,15 @@ def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_separate_layers_with_complete_caches_give_the_same(cache, expected, int8, monkeypatch):
-    """Tests the caches of GPUs: separate for each layer, and of growing length."""
+    """Tests the form of GPUs: layers with joined kernels, and one cache of growing length for each."""
     rows = expected if cache == 'model' else int8[1]
     monkeypatch.setattr(compiled, 'uses_cache_blocks', lambda layout: False)
+    monkeypatch.setattr(prepared_kernels, 'should_join', lambda decoder: True)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
     assert some._compiled.cache_lengths == [25, 100]
     assert {len(parts) for parts in some._state.caches} == {1}
+    assert not any(layer['attention']['key'] for layer in some._params['blocks'])
     assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
     assert {part.num_slots for (part,) in some._state.caches} == {64, 100}
     # Control: a cache that does not grow loses tokens.
