@@ -2,19 +2,23 @@
 
 The engine decodes with all slots busy, random weights and prompts of half the context. A pass reads the parameters once
 and the keys and values of all allocated positions. An embedding table that is only gathered from does not count. Prints
-and writes the fraction of the device's memory bandwidth. Needs only jax, flax, optax and ml_collections.
+and writes the fraction of the device's memory bandwidth. With `--peer`, Transformers decodes a model of the same shape
+afterwards, with a static cache and CUDA graphs (`benchmarks.decode_static_peer`). Needs only jax, flax, optax and
+ml_collections, and torch and transformers for the peer.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.step import machine
@@ -25,8 +29,9 @@ from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.hardware.chips import find_chip
+from maxlm.huggingface.config_conversion import to_config
 from maxlm.inference.cast_params import cast_params
-from maxlm.inference.engine.compiled import MAX_PASSES, CompiledFunctions, PrefillChunk
+from maxlm.inference.engine.compiled import DECODE_OPTIONS, MAX_PASSES, CompiledFunctions, PrefillChunk
 from maxlm.inference.engine.model_runner import PendingPrompt
 from maxlm.inference.engine.slots import CacheLength
 from maxlm.inference.sampling import Sampling, stack_settings
@@ -47,6 +52,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--passes', type=int, default=50, help='that count (default 50)')
     parser.add_argument('--vocab-size', type=int, default=50_257, help='for configs that take it from the data set')
     parser.add_argument('--cache', choices=('model', 'int8'), default='model', help='type of keys and values')
+    parser.add_argument('--peer', action='store_true', help='measure Transformers too')
+    parser.add_argument('--host-loop', action='store_true', help='the host starts each pass, for comparison')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
     config = load(options.config, overrides)
@@ -60,15 +67,23 @@ def main(argv: list[str]) -> int:
     # An unknown device has no known bandwidth; on a CPU the parameters may even fit into the cache.
     chip = find_chip(jax.local_devices()[0].device_kind)
     bandwidth = chip.memory_bandwidth if chip else None
+    if options.host_loop:
+        DECODE_OPTIONS.clear()
     results = []
     for batch in map(int, options.batches.split(',')):
         results.append(measure(config, batch, options.context, options.passes, options.cache == 'int8', bandwidth))
         share = results[-1]['share']
         bandwidth_text = '' if share is None else f', {share:.1%} of the bandwidth'
         print(f'batch {batch}: {results[-1]["tokens_per_second"]:.1f} tokens/s{bandwidth_text}')
+        if options.peer:
+            peer = measure_peer(config, batch, options.context, options.passes)
+            ratio = peer['pass_seconds'] / results[-1]['pass_seconds']
+            results[-1] |= {'transformers': peer, 'ratio': ratio}
+            print(f'batch {batch}: Transformers {batch / peer["pass_seconds"]:.1f} tokens/s; maxlm {ratio:.2f} ×')
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         asked = {'config': options.config, 'overrides': overrides, 'cache': options.cache, 'context': options.context}
+        asked['host_loop'] = options.host_loop
         options.output.write_text(json.dumps({**asked, 'machine': machine(), 'results': results}, indent=1) + '\n')
     return EXIT_DONE
 
@@ -127,6 +142,18 @@ def measure(
         'bandwidth': bandwidth,
         'share': None if bandwidth is None else read / median / bandwidth,
     }
+
+
+def measure_peer(config: Config, slots: int, context: int, passes: int) -> dict[str, Any]:
+    """Returns the result of `benchmarks.decode_static_peer` for a model of the same shape."""
+    mode = 'none' if jax.default_backend() == 'cpu' else 'reduce-overhead'
+    dtype = jnp.dtype(config.model.dtype).name
+    task = {'config': to_config(config.model), 'slots': slots, 'context': context, 'passes': passes}
+    task |= {'dtype': dtype, 'mode': mode}
+    command = [sys.executable, '-m', 'benchmarks.decode_static_peer', json.dumps(task)]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    return found
 
 
 def run() -> None:

@@ -118,6 +118,9 @@ run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 run peers 500 benchmarks.peers_gpu --sides=maxlm,torch
 run peers_others 500 benchmarks.peers_gpu --sides="maxlm,transformers${NANOCHAT:+,nanochat}" \
   ${NANOCHAT:+--nanochat="$NANOCHAT"}
+# Decoding beside Transformers with CUDA graphs, and with a host that starts each pass.
+run decode_1b_peer 200 benchmarks.decode --config=configs/1b.py --peer
+run decode_1b_host_loop 60 benchmarks.decode --config=configs/1b.py --host-loop
 
 # Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true

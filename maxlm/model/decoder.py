@@ -21,13 +21,12 @@ from maxlm.model.layer_loop import run_layers, run_layers_unrolled
 from maxlm.model.layers.embedding import look_up
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.kv_cache import Cache, CacheIndices, Caches, cache_indices_and_mask, slots_by_window
-from maxlm.model.layers.linear import Linear, parameter, should_transpose, transposed_matmul
+from maxlm.model.layers.linear import Linear, parameter, transposed_matmul
 from maxlm.model.layers.masks import document_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
 from maxlm.model.layers.value_embedding import looked_up, value_parameters, values_of
-from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.smear import PreviousTokens, smear
@@ -216,23 +215,6 @@ class Decoder(nnx.Module):
         scaling = self.config.logits_scaling
         return results if scaling == 1 else [result / scaling for result in results]
 
-    def mark_transposed_kernels(self) -> dict[tuple[Any, ...], int]:
-        """Marks the kernels whose transposition makes products of a few rows faster on a CPU.
-
-        The caller must transpose their arrays with `maxlm.model.layers.linear.transpose_kernel`.
-
-        Returns:
-            The number of input axes of each marked kernel, by path.
-        """
-        found = {}
-        for path, module in nnx.iter_modules(self):
-            if isinstance(module, Linear) and module.should_be_transposed:
-                module.is_transposed = True
-                found[*path, KERNEL] = module.num_in
-        # The embedding is already [V, D].
-        self.is_transposed = should_transpose(self.config.dim) if self.head is None else self.head.is_transposed
-        return found
-
     def output_kernel(self) -> jax.Array:
         """Returns the kernel of the logits, [D, V] in float32, sharded as its parameter."""
         assert not self.is_transposed, 'transposed kernels are for `logits`'
@@ -246,7 +228,8 @@ class Decoder(nnx.Module):
             table = self.embedding if self.head is None else self.head.kernel
             table_VD = self._used(table[...].astype(dtype), ('vocab', 'embed'))
             rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-            logits_BTV = transposed_matmul(rows_MD, table_VD, jnp.float32).reshape(*hidden_BTD.shape[:-1], -1)
+            logits_MV = transposed_matmul(rows_MD, table_VD, jnp.float32, platform=self.partitioning.platform)
+            logits_BTV = logits_MV.reshape(*hidden_BTD.shape[:-1], -1)
         else:
             kernel_DV = self._used(self.output_kernel().astype(dtype), ('embed', 'vocab'))
             logits_BTV = jnp.dot(hidden_BTD, kernel_DV, preferred_element_type=jnp.float32)

@@ -22,7 +22,7 @@ ARGUMENTS = [
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_written_results(tmp_path, capsys):
-    assert decode.main([*ARGUMENTS, '--batches=1,3', f'--output={tmp_path}/out.json']) == 0
+    assert decode.main([*ARGUMENTS, '--batches=1,3', '--peer', f'--output={tmp_path}/out.json']) == 0
     one, three = json.loads((tmp_path / 'out.json').read_text())['results']
     assert (one['slots'], three['slots']) == (1, 3)
     # Parameters are read once, and keys and values for every slot: 2 heads of 8 for 40 positions, in float32.
@@ -30,6 +30,9 @@ def test_written_results(tmp_path, capsys):
     assert one['share'] is None
     assert one['tokens_per_second'] == pytest.approx(1 / one['pass_seconds'])
     assert three['tokens_per_second'] == pytest.approx(3 / three['pass_seconds'])
+    for result in (one, three):
+        assert result['ratio'] == result['transformers']['pass_seconds'] / result['pass_seconds'] > 0
+        assert result['transformers']['mode'] == 'none'
     assert capsys.readouterr().out.startswith('batch 1: ')
 
 

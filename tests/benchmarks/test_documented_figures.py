@@ -127,9 +127,19 @@ def performance(read: Read) -> Iterator[str]:
     yield f'vary between turns ({range_of(turns, ",.0f", " to ")} tokens/s for the small model)'
     both = [each for size in ('small', '0.1b') for each in read(f'decode_peers_{size}_cpu2')['results']]
     yield f'reaches {range_of([each["ratios"]["maxlm / llama.cpp"] for each in both], between=" to ")} of the rate'
+    yield from decoding(read)
     yield from overlap(read)
     yield from loop(read)
     yield from growth(read)
+
+
+def decoding(read: Read) -> Iterator[str]:
+    found = read('decode_program_h100')
+    for before, after in zip(found['before'], found['results'], strict=True):
+        for version, result in (('before', before), ('now', after)):
+            sizes = [f'{result[key] / 1e9:.2f}' for key in ('bytes_per_pass', 'bytes_per_call')]
+            yield row(result['slots'], version, result['kernels_per_pass'], *sizes)
+        yield f'{after["weight_and_cache_bytes"] / 1e9:.2f} GB'
 
 
 def overlap(read: Read) -> Iterator[str]:

@@ -5,7 +5,7 @@ Shapes: B slots, P prompts per call, T tokens of a chunk, D dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,10 +33,14 @@ MIN_CHUNK = 32
 MIN_CACHE_LENGTH = 256
 # Minimum number of rows of a decode call with more than one row: smaller matmuls are not faster.
 MIN_ROWS = 4
-# Growth factor of rows on a CPU.
-CPU_GROWTH = 2
+# Growth factor of rows on a CPU, and of the cache length on a GPU, where most bytes of a pass are keys and values.
+CPU_GROWTH = GPU_LENGTH_GROWTH = 2
 # A call generates at most the tokens of this many passes that accept all drafted tokens.
 MAX_PASSES = 8
+# XLA options of decode calls by platform. By default, the host tests the condition of a loop after each round. With
+# `WHILE`, all passes of a call are one CUDA graph, which XLA calls a command buffer. The others are XLA's defaults.
+_IN_GRAPHS = ('FUSION', 'CUBLAS', 'CUBLASLT', 'CUSTOM_CALL', 'CUDNN', 'DYNAMIC_SLICE_FUSION', 'CONDITIONAL', 'WHILE')
+DECODE_OPTIONS = {'gpu': {'xla_gpu_enable_command_buffer': ','.join(_IN_GRAPHS)}}
 
 
 class PrefillChunk(NamedTuple):
@@ -121,10 +125,12 @@ class CompiledFunctions:
         self.num_slots, self.max_context = num_slots, max_context
         self._is_int8 = int8
         self.chunk = min(chunk, max_context)
-        is_cpu = jax.default_backend() == 'cpu'
-        # Every pass reads the full cache length, except with unstacked layers.
+        is_cpu = layout.platform == 'cpu'
+        # Every pass reads the full cache length, except with blocks of slots.
+        self._has_cache_blocks = self._runner.are_layers_unstacked and uses_cache_blocks(layout)
+        growth = GPU_LENGTH_GROWTH if layout.platform == 'gpu' else GROWTH
         self.cache_lengths = (
-            [max_context] if self._runner.are_layers_unstacked else _growing_sizes(MIN_CACHE_LENGTH, max_context)
+            [max_context] if self._has_cache_blocks else _growing_sizes(MIN_CACHE_LENGTH, max_context, growth)
         )
         self.chunk_sizes = _growing_sizes(min(MIN_CHUNK, self.chunk), self.chunk)
         # The time of a pass on a CPU is proportional to its tokens. Chunks of several rows have the same size.
@@ -147,7 +153,11 @@ class CompiledFunctions:
         self._score = jax.jit(self._runner.score, out_shardings=replicated)
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
         self._resize_array = jax.jit(self._resize, static_argnames='num')
-        self._decode = jit(self._runner.decode, out_shardings=(self._shardings, replicated, replicated))
+        self._decode = jit(
+            self._runner.decode,
+            out_shardings=(self._shardings, replicated, replicated),
+            compiler_options=DECODE_OPTIONS.get(layout.platform),
+        )
 
     def init_state(self) -> State:
         """Returns empty slots at the smallest cache length."""
@@ -291,6 +301,21 @@ class CompiledFunctions:
         """
         return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
+    def compile_decode(self, params: Params, state: State, options: Mapping[str, Any]) -> jax.stages.Compiled:
+        """Compiles `decode` for all slots, perhaps ahead of time, with additional XLA options.
+
+        `params` and `state` have arrays or their shapes.
+        """
+        num = self.num_slots
+        seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
+        mask = TokenMask(np.full((num, num_words(self._num_ids)), ALL_TOKENS), np.array(False))
+        rows = stack_settings([Sampling()] * num), seeds, mask
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._layout.named()),
+            (params, state, np.zeros(num, np.int32), *rows, np.array(False)),
+        )
+        return self._decode.lower(*shapes).compile(dict(options))
+
     def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
         """Yields name, cache length and a compiling call of every program. The calls leave slots empty."""
 
@@ -338,7 +363,13 @@ class CompiledFunctions:
             chunk=max(self.chunk, 1 + self._num_draft_tokens),
             int8=self._is_int8,
             unstacked=self._runner.are_layers_unstacked,
+            in_blocks=self._has_cache_blocks,
         )
+
+
+def uses_cache_blocks(layout: Layout) -> bool:
+    """Returns True if a pass decides for each block of slots whether to read it. A GPU would wait for each decision."""
+    return layout.platform == 'cpu'
 
 
 def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int]:

@@ -6,6 +6,7 @@ generated per call, S positions, K drafted tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from maxlm.inference.sampling import (
 )
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
-from maxlm.model.layers.linear import transpose_kernel
+from maxlm.model.prepared_kernels import convert, prepare_modules
 from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
@@ -119,31 +120,32 @@ class ModelRunner:
             max_tokens: maximum number of tokens generated per slot in one call.
             num_draft_tokens: number of tokens drafted per pass; 0 = none.
         """
-        self._config = config.model
-        self.are_layers_unstacked = uses_unstacked_layers(config)
+        self._config, self._platform = config.model, layout.platform
+        self.are_layers_unstacked = uses_unstacked_layers(config, layout)
         # A copy, because the cached abstract model must not be modified.
         decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
-        # Parameter path → input axes of a transposed kernel.
-        self._transposed_axes = decoder.mark_transposed_kernels() if self.are_layers_unstacked else {}
+        self._form = prepare_modules(decoder) if self.are_layers_unstacked else None
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
         self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens
 
     def prepare(self, params: Params) -> Params:
         """Converts parameters to the form that `prefill` and `decode` take."""
-        if not self.are_layers_unstacked:
+        if self._form is None:
             return params
-        other_params = {name: tree for name, tree in params.items() if name not in STACKS}
-        other_params = jax.tree_util.tree_map_with_path(self._transpose, other_params)
+        others = convert({name: tree for name, tree in params.items() if name not in STACKS}, self._form)
         stacks = {name: params[name] for name in STACKS if name in params}
-        devices = set().union(*(x.devices() for x in jax.tree.leaves(stacks)))
-        if len(devices) > 1 or jax.default_backend() != 'cpu':
+        if self._platform != 'cpu' or len(devices := jax.tree.leaves(stacks)[0].devices()) > 1:
             # One program for all parameters compiles faster than one program per shape.
-            return {**other_params, BLOCKS: jax.jit(self._unstack)(stacks)}
+            return {**others, BLOCKS: jax.jit(lambda stacks: list(self._unstack(stacks)))(stacks)}
         # NumPy copies the layers on a CPU without a program. Views would keep the stacks in memory.
         (device,) = devices
-        blocks = self._unstack(jax.tree.map(np.asarray, stacks))
-        return {**other_params, BLOCKS: jax.tree.map(lambda x: jax.device_put(np.array(x, order='C'), device), blocks)}
+
+        def place(x: np.ndarray) -> jax.Array:
+            return jax.device_put(np.array(x, order='C'), device)
+
+        layers = self._unstack(jax.tree.map(np.asarray, stacks))
+        return {**others, BLOCKS: [jax.tree.map(place, layer) for layer in layers]}
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """Copies tokens, keys and values of one slot to another."""
@@ -326,19 +328,13 @@ class ModelRunner:
         # One array, because the host reads each array separately.
         return state, decoding.sampled, jnp.stack(decoding.counts)
 
-    def _transpose(self, path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        return transpose_kernel(x, self._transposed_axes.get(tuple(entry.key for entry in path), 0))
-
-    def _unstack(self, stacks: Params) -> list[Params]:
-        """Splits stacked parameters into one tree per layer, in the order of the layers."""
-        blocks = []
+    def _unstack(self, stacks: Params) -> Iterator[Params]:
+        """Yields the parameters of each layer, in the order of the layers."""
+        assert self._form is not None, 'stacked layers are used as they are'
         for name in STACKS:
-            if name in stacks:
-                # The keys of `_transposed_axes` have the name of the stack.
-                arrays, tree = jax.tree_util.tree_flatten_with_path({name: stacks[name]})
-                layers = zip(*([self._transpose(path, x) for x in x_L] for path, x_L in arrays), strict=True)
-                blocks += [jax.tree.unflatten(tree, layer)[name] for layer in layers]
-        return blocks
+            for layer in range(len(jax.tree.leaves(stacks[name])[0]) if name in stacks else 0):
+                block = jax.tree.map(lambda x_L, layer=layer: x_L[layer], stacks[name])
+                yield convert(block, self._form, (name,))
 
     def _build_decoder(self, params: Params) -> tuple[Any, Any]:
         """Returns the model, and the parameters of its blocks if they are unstacked."""
@@ -391,9 +387,10 @@ class ModelRunner:
         )
 
 
-def uses_unstacked_layers(config: Config) -> bool:
+def uses_unstacked_layers(config: Config, layout: Layout) -> bool:
     """Returns True if layers have separate arrays and are unrolled.
 
-    On a CPU, a loop copies each slice that it takes from a stack. Other compilers do not, and a loop compiles faster.
+    XLA for CPUs and GPUs copies each kernel that it takes from a stack, which takes longer than the product of a few
+    rows. On a TPU it does not, and a loop compiles faster.
     """
-    return jax.default_backend() == 'cpu' and config.mesh.host_offload == 'none'
+    return layout.platform != 'tpu' and config.mesh.host_offload == 'none'

@@ -76,6 +76,11 @@ class Attention(nnx.Module):
         self.kernel = choose_attention_kernel(config, partitioning)
         self.partitioning = partitioning
 
+    @property
+    def fused_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the same input."""
+        return ('query', 'key', 'value')
+
     def __call__(
         self,
         x_BTD: jax.Array,

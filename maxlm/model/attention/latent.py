@@ -80,6 +80,11 @@ class LatentAttention(nnx.Module):
         self.kernel = choose_attention_kernel(config, partitioning)
         self.partitioning = partitioning
 
+    @property
+    def fused_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the same input."""
+        return ('query' if self.query_latent is None else 'query_latent', 'key_value_latent')
+
     def __call__(
         self,
         x_BTD: jax.Array,

@@ -135,7 +135,14 @@ def encode(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def init_caches(
-    config: ModelConfig, batch: int, slots: int, *, chunk: int = 0, int8: bool = False, unstacked: bool = False
+    config: ModelConfig,
+    batch: int,
+    slots: int,
+    *,
+    chunk: int = 0,
+    int8: bool = False,
+    unstacked: bool = False,
+    in_blocks: bool = True,
 ) -> Caches:
     """Returns empty caches for `batch` rows of up to `slots` positions each.
 
@@ -146,8 +153,9 @@ def init_caches(
         chunk: largest number of tokens in one call. Layers with a sliding window then have a ring buffer of the slots
             to which their next call can attend. 0: these layers have slots for all positions.
         int8: if True, store 8-bit codes with one scale per head vector instead of values in the model's dtype.
-        unstacked: if True, return separate arrays for each layer, split into blocks of slots, for layers that do not
-            run in a loop. A call then reads the blocks in use without copying them from a larger array.
+        unstacked: if True, return separate arrays for each layer, for layers that do not run in a loop.
+        in_blocks: if True, separate arrays are split into blocks of slots. A call then reads the blocks in use without
+            copying them from a larger array, but decides about each block.
     """
 
     def needed(window: int) -> int:
@@ -164,7 +172,8 @@ def init_caches(
 
     windows = layer_windows(config)
     if unstacked:
-        return [[make(1, num) for num in block_sizes(needed(window))] for window in windows]
+        sizes = [block_sizes(needed(window)) if in_blocks else [needed(window)] for window in windows]
+        return [[make(1, num) for num in nums] for nums in sizes]
     return {window: make(windows.count(window), needed(window)) for window in sorted(set(windows))}
 
 

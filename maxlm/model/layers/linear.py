@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,7 @@ class Linear(nnx.Module):
 
     Attributes:
         is_transposed: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
+        joined_shapes: output shapes of the projections whose kernels are joined to this one; see `join`.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Linear(nnx.Module):
         self.weights: Weights | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
         self.is_transposed = False
+        self.joined_shapes: tuple[tuple[int, ...], ...] = ()
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
@@ -117,8 +120,26 @@ class Linear(nnx.Module):
 
     @property
     def should_be_transposed(self) -> bool:
-        """Returns True if the kernel should be transposed on a CPU. Quantized and FP8 kernels should not."""
-        return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
+        """Returns True if the kernel should be transposed for decoding. Quantized and FP8 kernels should not."""
+        should = should_transpose(self.num_inputs, self.partitioning.platform)
+        return self.weights is None and self.matmul != 'fp8' and should
+
+    def join(self, others: Sequence[Linear]) -> None:
+        """Changes this projection to compute the products of others too; `fused_apply` splits its output.
+
+        `can_join` must be true. The kernel becomes [I, O], or [O, I] if it is transposed, and the bias [O], where O is
+        the number of all outputs. The others keep no parameters.
+        """
+        self.joined_shapes = tuple(linear.out_shape for linear in (self, *others))
+        self.out_shape = (sum(map(math.prod, self.joined_shapes)),)
+        # Nothing is sharded, so the names of the axes do not matter.
+        self.axes = (*self.axes[: self.num_in], 'norm')
+        if self.weights is not None:
+            self.codes_axes = self.scales_axes = self.axes
+        for linear in others:
+            for name in ('kernel', 'kernel_codes', 'kernel_scales', 'bias'):
+                if getattr(linear, name, None) is not None:
+                    delattr(linear, name)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
@@ -134,7 +155,7 @@ class Linear(nnx.Module):
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
             y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
         elif self.is_transposed:
-            y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat))
+            y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat), platform=self.partitioning.platform)
         else:
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
@@ -254,31 +275,61 @@ def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
     return kernel.transpose(*range(num_in, kernel.ndim), *range(num_in))
 
 
-def should_transpose(num_inputs: int) -> bool:
+def should_transpose(num_inputs: int, platform: str) -> bool:
     """Returns True if `transposed_matmul` is faster for a few rows of `num_inputs` and hardly slower for one row."""
-    return num_inputs >= MIN_TRANSPOSED_INPUTS
+    return platform == 'gpu' or num_inputs >= MIN_TRANSPOSED_INPUTS
 
 
-def transposed_matmul(x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+def transposed_matmul(
+    x_MI: jax.Array, kernel_OI: jax.Array, dtype: jax.typing.DTypeLike | None = None, *, platform: str = 'cpu'
+) -> jax.Array:
     """Returns x · kernelᵀ, [M, O] in `dtype`, which defaults to the dtype of x.
 
     CPU matrix libraries reorder the second factor of a product, which takes longer than the product of a few rows. The
     kernel is therefore the first factor. With 8 rows and a kernel of 2048 × 2048 this halves the time.
+
+    On a GPU, the product of one row is a sum over the rows of the kernel, in float32. XLA would round the terms of such
+    a product to the dtype of its factors, or convert the kernel to float32 in memory.
     """
     contracted = (((1,), (1,)), ((), ()))
-    if len(x_MI) > MAX_TRANSPOSED_ROWS:
+    if platform == 'gpu' and len(x_MI) == 1:
+        products_OI = kernel_OI.astype(jnp.float32) * x_MI.astype(jnp.float32)
+        return products_OI.sum(axis=1)[None].astype(dtype or x_MI.dtype)
+    if platform == 'gpu' or len(x_MI) > MAX_TRANSPOSED_ROWS:
         return jax.lax.dot_general(x_MI, kernel_OI, contracted, preferred_element_type=dtype)
     y_OM = jax.lax.dot_general(kernel_OI, x_MI, contracted, preferred_element_type=dtype)
     # Without the barrier, XLA rewrites this as the product with the kernel as second factor.
     return jax.lax.optimization_barrier(y_OM).T
 
 
+def can_join(linears: Sequence[Linear | None]) -> bool:
+    """Returns True if the kernels of these projections of the same input can be joined to one without other values.
+
+    Kernels in FP8 share a scale, and adapters stay separate. A sharded kernel would have to move between devices.
+    """
+    first = linears[0]
+    if first is None:
+        return False
+
+    def properties(linear: Linear | None) -> Any:
+        if linear is None or linear.num_in != 1 or linear.lora_a is not None or linear.matmul == 'fp8':
+            return None
+        is_whole = all(linear.partitioning.num_shards(axis) == 1 for axis in linear.axes)
+        return (linear.num_inputs, linear.weights, linear.is_transposed, linear.bias is None) if is_whole else None
+
+    return properties(first) is not None and all(properties(linear) == properties(first) for linear in linears)
+
+
 def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """Applies several projections to the last axis of x, on a CPU as one product if nothing is sharded.
 
     One wide product and its gradient are faster than several products on a CPU. On an accelerator, the concatenation of
-    the kernels and of the gradients would move more bytes than the separate products.
+    the kernels and of the gradients would move more bytes than the separate products. Kernels that `Linear.join` has
+    joined are one product everywhere.
     """
+    if shapes := linears[0].joined_shapes:
+        parts = jax.lax.split(linears[0](x), list(map(math.prod, shapes)), axis=x.ndim - 1)
+        return [part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
         return [linear(copy) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]

@@ -53,6 +53,11 @@ class FeedForward(nnx.Module):
         self.partitioning = partitioning
         self.is_fp8 = config.matmul_precision == 'fp8'
 
+    @property
+    def fused_projections(self) -> tuple[str, ...]:
+        """Names of the projections of the same input."""
+        return ('gate', 'up')
+
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         inputs = [self.up(x_BTD)] if self.gate is None else fused_apply((self.gate, self.up), x_BTD)
         if self.is_fp8:

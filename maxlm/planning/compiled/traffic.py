@@ -42,6 +42,8 @@ _FREE = frozenset(
         *('optimization-barrier', 'iota', 'add-dependency', 'opt-barrier'),
     }
 )
+# Operations that update an array in place, and the index of the operand with the new elements.
+_UPDATES = {'dynamic-update-slice': 1, 'scatter': 2}
 # Users of a fusion's parameter that read only the elements of their result.
 _SLICES = ('slice', 'dynamic-slice', 'gather')
 # Users that need as many elements of an operand as are needed of their result.
@@ -132,8 +134,8 @@ class _Reader:
             written = sum(array.bytes for array in instruction.arrays if array.kind not in ('s8', 'u8'))
         if opcode in _SLICES:
             return 2 * written
-        if opcode == 'dynamic-update-slice':
-            return 2 * _size(computation[instruction.operands[1]])
+        if opcode in _UPDATES:
+            return 2 * _size(computation[instruction.operands[_UPDATES[opcode]]])
         if opcode.endswith('-start'):
             # The result of an asynchronous operation repeats its operands.
             written /= 2
@@ -158,15 +160,22 @@ class _Reader:
                     needed += fraction(user.name) * user.arrays[0].size / max(1, fused[name].arrays[0].size)
                 elif user.opcode in _ELEMENTWISE or user.opcode == 'bitcast':
                     needed += fraction(user.name)
-                elif user.opcode != 'dynamic-update-slice' or user.operands[0] != name:
+                elif user.opcode not in _UPDATES or user.operands[0] != name:
                     return 1.0
             return min(1.0, needed)
+
+        def is_updated_in_place(instruction: Instruction) -> bool:
+            updated = fused[instruction.operands[0]]
+            while updated.opcode == 'bitcast':
+                updated = fused[updated.operands[0]]
+            # A scatter into an array that the fusion computes writes all of it.
+            return instruction.opcode != 'scatter' or updated.opcode == 'parameter'
 
         def written(instruction: Instruction) -> float:
             while instruction.opcode == 'bitcast':
                 instruction = fused[instruction.operands[0]]
-            if instruction.opcode == 'dynamic-update-slice':
-                return _size(fused[instruction.operands[1]])
+            if instruction.opcode in _UPDATES and is_updated_in_place(instruction):
+                return _size(fused[instruction.operands[_UPDATES[instruction.opcode]]])
             return _size(instruction)
 
         roots = [fused[operand] for operand in fused.root.operands] if fused.root.opcode == 'tuple' else [fused.root]

@@ -10,6 +10,7 @@ from maxlm.inference.engine import compiled, model_runner, slots
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
+from maxlm.model import prepared_kernels
 from maxlm.model.attention import attention
 from maxlm.model.layers import kv_cache as model_cache
 from tests.inference.engines import (
@@ -63,8 +64,8 @@ def test_layers_have_separate_arrays(plain):
 
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
-    """Tests scanned layers, as on GPUs and TPUs, where the compiler chooses the layout of kernels."""
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    """Tests scanned layers, as on TPUs, where the compiler chooses the layout of kernels."""
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
@@ -80,6 +81,25 @@ def test_slots_in_use_are_read_in_parts(cache, expected, int8, monkeypatch):
     found = {tuple(part.num_slots for part in parts) for parts in some._state.caches}
     assert found == {(16, 16, 32), (16, 16, 32, 36)}
     assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
+
+
+@pytest.mark.parametrize('cache', ['model', 'int8'])
+def test_separate_layers_with_complete_caches_give_the_same(cache, expected, int8, monkeypatch):
+    """Tests the form of GPUs: layers with joined kernels, and one cache of growing length for each."""
+    rows = expected if cache == 'model' else int8[1]
+    monkeypatch.setattr(compiled, 'uses_cache_blocks', lambda layout: False)
+    monkeypatch.setattr(prepared_kernels, 'should_join', lambda decoder: True)
+    monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
+    some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
+    assert some._compiled.cache_lengths == [25, 100]
+    assert {len(parts) for parts in some._state.caches} == {1}
+    assert not any(layer['attention']['key'] for layer in some._params['blocks'])
+    assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
+    assert {part.num_slots for (part,) in some._state.caches} == {64, 100}
+    # Control: a cache that does not grow loses tokens.
+    monkeypatch.setattr(slots.CacheLength, 'fit', lambda self, length, passes=0: 25)
+    some._resize(25)
+    assert generate(some, PROMPTS, max_tokens=TOKENS) != rows
 
 
 ATTEND_CACHED = attention.attend_cached
@@ -100,9 +120,9 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 
 @pytest.mark.parametrize('cache', ['model', pytest.param('int8', marks=pytest.mark.nightly)])
 def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monkeypatch):
-    """Tests scanned layers, as on GPUs and TPUs, where every pass reads the complete caches."""
+    """Tests scanned layers, as on TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     monkeypatch.setattr(slots, 'SHRINK_AFTER_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
@@ -134,7 +154,7 @@ def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monke
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_a_cache_keeps_its_contents_when_its_length_changes(cache, monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     model = load(FAMILY)
     made = CompiledFunctions(

@@ -44,6 +44,6 @@ def test_a_lost_previous_token_is_noticed(monkeypatch):
 
 
 def test_devices_share_rows_and_heads(monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config: False)
+    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
     some = new_engine(load(FAMILY, 4, fsdp=2, tensor=2), share=False, all_rows=True)
     assert_greedy(PROMPTS, generate(some, PROMPTS))

@@ -77,6 +77,18 @@ def test_an_update_in_place_writes_only_the_update():
     assert kernel.cause == 'saved activations'
 
 
+@pytest.mark.parametrize(('updated', 'written'), [('%p', 1 / 8), ('%zeros', 1)])
+def test_a_scatter_in_place_writes_only_the_updates(updated, written):
+    body = f"""  %p = f32[8,16] parameter(0)
+  %i = s32[1] parameter(1)
+  %row = f32[1,16] constant({{...}})
+  %zero = f32[] constant(0)
+  %zeros = f32[8,16] broadcast(%zero), dimensions={{}}
+  ROOT %new = f32[8,16] scatter({updated}, %i, %row), update_window_dims={{1}}, to_apply=%add"""
+    # An array that the fusion computes is written completely.
+    assert fusion(body, '%x, %i').bytes == SIZE * written + 4
+
+
 def test_kernels_of_a_loop_are_multiplied():
     entry = """  %x = f32[8,16] parameter(0)
   %zero = s32[] constant(0)
