@@ -8,7 +8,7 @@ Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT core=eval_bundle
            prepares TEXT with one token per character, trains in runs/depth-64, reports CORE with the tasks in
            eval_bundle (docs/evaluation.md) and the bits per byte of the validation data, and exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; with -2025 the recipe of October 2025, e.g.
-           :64-2025; 2025: the same as 24-2025; smoke: 10 steps of a narrow model
+           :64-2025; 2025 and 2026: the recipe at depth 24; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step of depth 64 is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288
            tokens. The published product of 65,536 tokens leaves out the accumulation steps.
 Time:      depth 64: 31 hours, as published; the number of steps follows the measured speed. Other depths: 12 tokens per
@@ -32,6 +32,8 @@ from maxlm.config.loading import default
 from maxlm.config.smoke import shrink
 from maxlm.errors import InputError
 
+# Recipes. A year without a depth is that of depth 24, not a number of layers.
+YEARS = ('2025', '2026')
 HEAD_DIM = 128
 PUBLISHED_DEPTH = 64
 SEQ_LEN = 2048
@@ -69,15 +71,15 @@ def get_config(variant: str = '24') -> ConfigDict:
         config.model.ffn_dim = 4 * config.model.dim
         config.data.path = 'data/depth-smoke'
         return config
-    depth, dash, year = ('24-2025' if variant == '2025' else variant).partition('-')
-    if not (depth.isascii() and depth.isdigit() and int(depth) > 0) or (dash and year != '2025'):
+    depth, dash, year = (f'24-{variant}' if variant in YEARS else variant).partition('-')
+    if not (depth.isascii() and depth.isdigit() and int(depth) > 0) or (dash and year not in YEARS):
         raise InputError(
             f'configs/depth.py:{variant} needs a whole number of layers, e.g. configs/depth.py:24 or '
             'configs/depth.py:24-2025'
         )
     config = _shared(int(depth))
     config.data.path = f'data/depth-{variant}'
-    if year:
+    if year == '2025':
         _set_recipe_of_2025(config)
     else:
         _set_recipe_of_2026(config)

@@ -231,6 +231,13 @@ def test_the_last_layer_attends_to_everything_and_has_a_value_embedding():
         assert value_layers(model)[-1]
 
 
+def test_a_year_is_a_recipe_and_no_number_of_layers():
+    present = load('configs/depth.py:24')
+    for variant in ('2026', '24-2026'):
+        config = load(f'configs/depth.py:{variant}')
+        assert (config.model, config.optimizer) == (present.model, present.optimizer)
+
+
 def test_the_recipe_of_2025_has_none_of_the_later_options():
     model, optimizer = load('configs/depth.py:24-2025').model, load('configs/depth.py:24-2025').optimizer
     assert load('configs/depth.py:2025').model == model

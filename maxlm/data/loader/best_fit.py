@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Increment this version if rows contain other documents. A run does not resume with other rows.
+# Increment this version if rows contain other documents, together with those of `maxlm.data.loader.document_rows`.
 VERSION = 1
 # Number of documents in which the search finds the next one of a row. More documents leave smaller gaps.
 BUFFER_DOCUMENTS = 4096

@@ -17,7 +17,7 @@ from maxlm.data.dataset.records import DatasetManifest
 from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.batches import Batches, TrainingRows, ValidationRows, WeightedSource
-from maxlm.data.loader.best_fit import VERSION as PACKING_VERSION
+from maxlm.data.loader.document_rows import VERSIONS
 from maxlm.data.loader.mixture import Mixture, SourcesSchedule, StagedMixture
 from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
@@ -288,7 +288,7 @@ class TrainingData:
             # Absent if False, as in runs that began before this key was added.
             **({'train_first_token': True} if self.data.train_first_token else {}),
             # Absent for rows of the stream, as in runs that began before this key was added.
-            **({'rows': self.data.rows, 'packing': PACKING_VERSION} if self.data.rows != 'stream' else {}),
+            **({'rows': self.data.rows, 'packing': VERSIONS[self.data.rows]} if self.data.rows != 'stream' else {}),
             'global_batch': global_batch,
             'order': VERSION,
         }

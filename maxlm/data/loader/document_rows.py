@@ -23,6 +23,8 @@ from maxlm.errors import InputError, os_message
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 
+# Increment a version if the rows of a value of `data.rows` contain other tokens. A run does not resume with other rows.
+VERSIONS = {'documents': 1, 'best_fit': 2}
 # Number of tokens per read while documents are located.
 CHUNK_TOKENS = 2**20
 # Stored piece of a row: its first token in the shard, and its number of tokens.
@@ -89,10 +91,10 @@ class RowIndex:
 class DocumentSequences(Sequences):
     """Random access to rows of up to T + 1 tokens that consist of documents; see `pack_documents`. Picklable.
 
-    A row has T inputs and their targets, as a window does. If the tokenizer writes no token before texts, each row
-    begins with an end-of-document token, which predicts the first token of its first document. If the row begins within
-    a document, the token before it takes that place. A row is a pure function of its shard, so the rows of each epoch
-    are the same, in another order.
+    A row has T inputs and their targets, as a window does. If the tokenizer writes no token before texts, or with
+    `keeps_rests`, each row begins with an end-of-document token, which predicts the first token of its first document.
+    If the row begins within a document, the token before it takes that place. A row is a pure function of its shard, so
+    the rows of each epoch are the same, in another order.
 
     Args:
         dataset, split, window, shards: see `Sequences`.
@@ -112,8 +114,9 @@ class DocumentSequences(Sequences):
         cache: Path,
         **options: Any,
     ):
-        # Otherwise the first token of a document is no target and needs no token before it.
-        self._has_lead = not dataset.beginning_of_document
+        # The token that a tokenizer writes before a text is no target and needs no token before it. The first token of
+        # a rest is a target.
+        self._has_lead = keeps_rests or not dataset.beginning_of_document
         capacity = window + (not self._has_lead)
         self.index = open_row_index(dataset, shards, capacity, keeps_rests=keeps_rests, cache=cache)
         super().__init__(dataset, split, window, shards=shards, **options)

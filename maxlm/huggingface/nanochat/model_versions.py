@@ -65,7 +65,10 @@ _OUTER = {
     'backout_lambda': 'backout_scale',
 }
 # Keys that change neither the function of a model nor its merged and dequantized parameters.
-_NO_FUNCTION = ('lora_rank', 'lora_alpha', 'lora_target_modules', 'weight_quantization', 'quantization_group_size')
+_NO_FUNCTION = (
+    *('lora_rank', 'lora_alpha', 'lora_target_modules', 'weight_quantization', 'quantization_group_size'),
+    *('base_dim', 'base_num_layers'),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,13 @@ _STOPS = (BEGINNING, '<|assistant_end|>')
 _ENCODING = 'tiktoken.core.Encoding'
 # Bounds the time of `_merges`, which is quadratic in the length of a token. 65,536 tokens of 8 bytes have 2²².
 _MAX_SQUARES = 2**27
+# Texts for a comparison with tiktoken: long runs of each kind of character, ends of lines, and changes of case.
+_TEXTS = (
+    '1234567',
+    'the\nthe  \n\n the \t\r\n  ',
+    "I'm, I'LL you'RE the_The TheTHE",
+    'a b  c   d\u00a0e!?.../-- é中文٣',
+)
 _EXPORT = 'export a tokenizer.json, and give it with --tokenizer=FILE'
 
 
@@ -76,7 +83,31 @@ def read_tokenizer(path: Path) -> Tokenizer:
         library = load_library(json.dumps(_tokenizer_json(encoding)), str(path))
     except UnicodeEncodeError as error:
         raise InputError(f'{path}: the tokenizer is damaged ({error}); copy the file again') from error
-    return Tokenizer(library, _boundaries(encoding.special_tokens, FILE))
+    tokenizer = Tokenizer(library, _boundaries(encoding.special_tokens, FILE))
+    _check_splits(tokenizer, encoding, str(path))
+    return tokenizer
+
+
+def _check_splits(tokenizer: Tokenizer, encoding: Encoding, source: str) -> None:
+    """Raises InputError if tiktoken splits texts otherwise than the library, whose regular expressions differ.
+
+    For example, {1,3}+ is possessive only in tiktoken, and $ is the end of a line only in the library.
+    """
+    import tiktoken
+
+    try:
+        reference = tiktoken.Encoding(
+            'rustbpe', pat_str=encoding.pattern, mergeable_ranks=encoding.ranks, special_tokens={}
+        )
+        expected = [reference.encode_ordinary(text) for text in _TEXTS]
+    except ValueError as error:
+        raise InputError(f'{source}: its pattern is not usable ({error}); {_EXPORT}') from error
+    found = [ids.tolist() for ids in tokenizer.encode_batch(_TEXTS)]
+    if wrong := [text for text, *ids in zip(_TEXTS, expected, found, strict=True) if ids[0] != ids[1]]:
+        raise InputError(
+            f'{source}: the pattern {encoding.pattern[:100]!r} splits {wrong[0]!r} otherwise than in tiktoken; '
+            'use a tokenizer with another pattern'
+        )
 
 
 def write_tokenizer(tokenizer: Tokenizer) -> bytes:

@@ -9,7 +9,7 @@ With m = dim / base_dim and d = num_layers / base_num_layers:
 
 | parameter | standard deviation | learning rate of Adam | of Muon |
 |---|---|---|---|
-| embeddings, scales, biases | 1 | 1 | |
+| embeddings, scales, biases, gates of value embeddings | 1 | 1 | 1 |
 | matrices of the blocks, router | 1 / √m | 1 / m | 1 |
 | residual outputs, and their biases | also 1 / d | also 1 / d | also 1 / d |
 | head | 1 / m | 1 / m | |
@@ -46,7 +46,9 @@ class SizeRatio(NamedTuple):
             kind: its kind; see `maxlm.model.parameters.kind_of`.
             by_muon: True if Muon trains it.
         """
-        of_width = 1 / self.width if kind in ('matrix', 'router', 'head') and not by_muon else 1.0
+        # The number of inputs of the other matrices, the gates of value embeddings, does not grow with the width.
+        grows = kind in ('matrix', 'router', 'head') and path[-1] == 'kernel'
+        of_width = 1 / self.width if grows and not by_muon else 1.0
         return of_width / self.depth if path[-2:-1] and path[-2] in RESIDUAL_OUTPUTS else of_width
 
 

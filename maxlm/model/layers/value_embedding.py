@@ -14,6 +14,7 @@ value embedding.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -56,7 +57,9 @@ def value_parameters(config: ModelConfig, rngs: nnx.Rngs) -> tuple[nnx.Param | N
         return None, None
     # One axis, because the heads and the vocabulary cannot both be sharded over the devices of `tensor`.
     shape = (L, config.vocab_size, K * config.head_dim)
-    tables = parameter(rngs, shape, ('layers', *_TABLE_AXES), initializers(config).projection)
+    # Initial values of tables do not depend on the width; see `maxlm.model.layers.transfer`.
+    base = dataclasses.replace(config, dim=config.base_dim or config.dim)
+    tables = parameter(rngs, shape, ('layers', *_TABLE_AXES), initializers(base).projection)
     if not C:
         return tables, None
     return tables, parameter(rngs, (L, C, K), ('layers', 'gate_channels', 'kv_heads'), _initial_gate)

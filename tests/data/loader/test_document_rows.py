@@ -110,6 +110,18 @@ def test_rests_are_trained_in_the_next_row(make_dataset, random_shards, tmp_path
     assert sorted(targets) == sorted(tokens)
 
 
+def test_rests_are_trained_after_a_token_before_texts(make_dataset, random_shards, tmp_path):
+    shards = [[[BEGINNING, *document] for document in documents] for documents in random_shards]
+    dataset = dataclasses.replace(make_dataset(shards, block=BLOCK), beginning_of_document=(BEGINNING,))
+    rows = open_rows(dataset, 16, tmp_path, keeps_rests=True)
+    targets = [
+        int(t) for i in range(len(rows)) for t, w in zip(rows[i]['targets'], rows[i]['weights'], strict=True) if w
+    ]
+    # The beginning of a document is no target. Each other token is one exactly once, the first of a rest included.
+    tokens = [token for documents in random_shards for document in documents for token in [*document, END]]
+    assert sorted(targets) == sorted(token for token in tokens if token != BEGINNING)
+
+
 def test_an_index_is_read_again_and_belongs_to_its_settings(make_dataset, random_shards, tmp_path, monkeypatch):
     dataset = make_dataset(random_shards, block=BLOCK)
     rows = open_rows(dataset, 16, tmp_path)

@@ -385,6 +385,12 @@ def test_models_that_nanochat_cannot_express_are_not_exported(tmp_path, refused)
     refused('export-nanochat', f'--checkpoint={tmp_path / "run"}', parts=['nanochat of 2025 has', 'another format'])
 
 
+def test_a_model_with_a_base_is_exported():
+    settings = {'family': 'nanochat', 'vocab_size': 61}
+    with_base = small_config(**model_keys(**settings, base_dim=16, base_num_layers=1)).model
+    assert model_config(with_base) == model_config(small_config(**model_keys(**settings)).model)
+
+
 def test_a_model_trained_here_is_exported(tmp_path, caplog):
     make_workdir(tmp_path / 'run', MODELS['nanochat'], step=3)
     run('export-nanochat', f'--checkpoint={tmp_path / "run"}', f'--output={tmp_path / "exported"}')

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 
 import pytest
 import tiktoken
@@ -47,6 +48,29 @@ def test_ids_are_those_of_tiktoken(made, text):
     (ids,) = tokenizer.encode_batch([text])
     assert ids.tolist() == expected.encode_ordinary(text)
     assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ('pattern', 'text'),
+    [
+        # A possessive interval of tiktoken, as in cl100k_base, is a repeated one in the library.
+        (r'\p{N}{1,3}+|[^\p{N}]', '1234567'),
+        # The end of the text is the end of a line in the library.
+        (r'\p{L}++$|\p{L}|[^\p{L}]', 'the'),
+        # tiktoken drops what the pattern does not match.
+        (r'\p{L}+', '1234567'),
+        # Only the library has this name of a grapheme.
+        (r'\X|.', 'is not usable'),
+    ],
+)
+def test_a_pattern_that_splits_otherwise_is_refused(tmp_path, pattern, text):
+    ranks = {**{bytes([byte]): byte for byte in range(256)}, b'34': 256, b'th': 257}
+    made = tiktoken.Encoding('x', pat_str='.', mergeable_ranks=ranks, special_tokens={'<|bos|>': 258})
+    made._pat_str = pattern
+    path = tmp_path / 'tokenizer.pkl'
+    path.write_bytes(pickle.dumps(made))
+    with pytest.raises(InputError, match=re.escape(text)):
+        read_tokenizer(path)
 
 
 def test_the_pattern_matters(made):

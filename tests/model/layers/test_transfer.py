@@ -3,9 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxlm.errors import InputError
 from maxlm.model.layers.transfer import SizeRatio, transfer_of
+from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES, value_parameters
 from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step
@@ -90,6 +92,27 @@ def test_factors_of_the_learning_rates():
     assert rate_and_decay('head.kernel') == pytest.approx((1 / 4, 0.4))
     # The rate of a group is used as it is.
     assert rate_and_decay('blocks.feedforward.up.kernel') == pytest.approx((0.3, 0.4))
+
+
+@pytest.mark.parametrize('init', ['normal', 'small', 'uniform', 'uniform_2026'])
+def test_value_embeddings_are_those_of_the_base(init):
+    def tables_and_rates(**settings):
+        config = config_of(
+            model__init=init,
+            model__num_kv_heads=2,
+            model__value_embedding_pattern='V',
+            model__value_gate_channels=4,
+            **settings,
+        )
+        parameters = value_parameters(config.model, nnx.Rngs(0))
+        rates = [settings_of(config, (name,)).rate_ratio for name in (VALUE_TABLES, VALUE_GATES)]
+        return [np.asarray(parameter[...]) for parameter in parameters], rates
+
+    expected, rates = tables_and_rates(**wide(32))
+    found, other_rates = tables_and_rates(**wide(64), model__base_dim=32)
+    for array, other in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(other, array)
+    assert other_rates == rates == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
