@@ -26,8 +26,8 @@ from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
-from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.value_embedding import ValueEmbeddings, value_embedding
 from maxlm.parallel.partitioning import Partitioning
 
 # Names of the decoder's attributes with the blocks, which are part of the path of every parameter stacked over layers:

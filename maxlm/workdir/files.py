@@ -30,6 +30,7 @@ CHAT_TEMPLATE = 'chat_template.jinja'
 METRICS_FILE = 'metrics.jsonl'
 SAMPLES_FILE = 'samples.jsonl'
 EXPERT_LOADS_FILE = 'expert_loads.jsonl'
+ATTENTION_FILE = 'attention.json'
 EVENTS_FILE = 'events.jsonl'
 WANDB_ID_FILE = 'wandb_id'
 # Hugging Face files that an imported workdir keeps, so that an export writes them again.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.model.layers import fp8
+from maxlm.model.layers import fp8, mxfp8
 from maxlm.model.layers.lora import Adapter
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
@@ -118,7 +118,7 @@ class Linear(nnx.Module):
     @property
     def should_be_transposed(self) -> bool:
         """Returns True if the kernel should be transposed on a CPU. Quantized and FP8 kernels should not."""
-        return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
+        return self.weights is None and self.matmul == 'default' and should_transpose(self.num_inputs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         rows = x.shape[: x.ndim - self.num_in]
@@ -133,6 +133,8 @@ class Linear(nnx.Module):
             codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
             y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
+        elif self.matmul == 'mxfp8':
+            y = mxfp8.product(x.reshape(-1, flat), kernel.reshape(flat, -1), self.partitioning.platform)
         elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat))
         else:
@@ -223,7 +225,7 @@ class Linear(nnx.Module):
         """Returns True if each device uses the entire kernel in a plain product of two matrices."""
         split = any(self.partitioning.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Concatenating dequantized kernels would write them to memory.
-        return not split and self.matmul != 'fp8' and self.weights is None and not self.is_transposed
+        return not split and self.matmul == 'default' and self.weights is None and not self.is_transposed
 
 
 @jax.custom_vjp

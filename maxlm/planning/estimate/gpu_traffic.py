@@ -31,7 +31,7 @@ from maxlm.planning.estimate.work import (
     tokens_per_device,
     update_bytes,
 )
-from maxlm.training.flops import CUDNN_KERNELS
+from maxlm.training.flops import GPU_KERNELS
 
 # Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
 GRADIENT_SUM = 10.4
@@ -154,5 +154,5 @@ def _loss_bytes(config: Config) -> float:
 
 def _unfused_attention_bytes(config: Config) -> float:
     """Returns the bytes per token and block of scores, which only a fused kernel does not write."""
-    is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
+    is_fused = config.model.attention in GPU_KERNELS and config.mesh.context == 1
     return 0.0 if is_fused else score_bytes(config, None)
