@@ -240,8 +240,8 @@ class ModelConfig:
     # Class of your own for the blocks, a subclass of maxlm.model.blocks.Block; '' = that class itself. Every command
     # that reads the model imports it.
     block: Literal[''] | FunctionName = ''
-    # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; tokamax: Hopper and Blackwell
-    # GPUs, skips keys of other documents and before the window; splash: TPU; auto: cudnn (cudnn_mask with
+    # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; tokamax: GPU from Hopper on,
+    # skips keys of other documents and before the window; splash: TPU; auto: cudnn (cudnn_mask with
     # train.deterministic) or splash if supported, otherwise xla; fastest: the fastest of these with right results,
     # timed when the run starts (docs/performance.md).
     attention: AttentionKernel = 'auto'
