@@ -61,6 +61,7 @@ class Linear(nnx.Module):
 
     Attributes:
         is_transposed: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
+        is_bias_constant: True if the bias gets no gradient from the projection.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Linear(nnx.Module):
         self.weights: Weights | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
         self.is_transposed = False
+        self.is_bias_constant = False
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
@@ -214,7 +216,8 @@ class Linear(nnx.Module):
             y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
         if self.bias is None:
             return y
-        bias = self.bias[...].astype(y.dtype)
+        bias = jax.lax.stop_gradient(self.bias[...]) if self.is_bias_constant else self.bias[...]
+        bias = bias.astype(y.dtype)
         if not self._is_matrix:
             return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
         # Added to a matrix, which cuBLAS does within the product.
