@@ -103,7 +103,9 @@ measure 1b_norm_kernels 75 configs/1b.py "${learning[@]}" --config.model.norm_ke
 # The cost of equal bits.
 measure 1b_deterministic 75 configs/1b.py "${learning[@]}" --config.train.deterministic=true --beside="$out/1b.json"
 # The values of the products of experts, which need tokamax.
+has_tokamax=false
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tokamax") is None)'; then
+  has_tokamax=true
   run experts 40 benchmarks.gpu_experts
 fi
 measure 1b_fp8 150 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
@@ -118,6 +120,11 @@ run decode_1b_int8 60 benchmarks.decode --config=configs/1b.py --cache=int8
 run peers 500 benchmarks.peers_gpu --sides=maxlm,torch
 run peers_others 500 benchmarks.peers_gpu --sides="maxlm,transformers${NANOCHAT:+,nanochat}" \
   ${NANOCHAT:+--nanochat="$NANOCHAT"}
+
+# Attention of Tokamax instead of cuDNN's.
+if "$has_tokamax"; then
+  measure 1b_tokamax 60 configs/1b.py "${few[@]}" "${short[@]}" --config.model.attention=tokamax
+fi
 
 # Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true

@@ -70,7 +70,7 @@ class Norm(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Returns stream + branch, and this sum normalized; without a branch, the stream and the normalized stream.
 
-        A caller that uses the sum afterwards should use the returned one: a kernel then adds its gradient. A kernel also
+        A caller that uses the sum afterwards should use the returned one: a kernel then adds its gradient. It also
         computes the gradient of `branch_bias`, which the branch contains without a gradient.
         """
         if self.partitioning is not None:
