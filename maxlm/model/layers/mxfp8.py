@@ -57,7 +57,8 @@ def quantize(x_MK: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest_MC = jnp.abs(blocks_MCB).max(-1) / float(jnp.finfo(E4M3).max)
     # The exponent of the lowest power of two that is at least `largest`.
     exponent_MC = (jax.lax.bitcast_convert_type(largest_MC, jnp.uint32) + MANTISSA) >> 23
-    exponent_MC = jnp.minimum(exponent_MC, NOT_FINITE)
+    # Devices may round numbers below the smallest exponent, 1, to 0.
+    exponent_MC = jnp.clip(exponent_MC, 1, NOT_FINITE)
     # 1 / scale, and 0 if the block is not finite.
     inverse_MC = jax.lax.bitcast_convert_type(jnp.maximum(NOT_FINITE - 1, exponent_MC) - exponent_MC << 23, jnp.float32)
     codes_MCB = (blocks_MCB * inverse_MC[..., None]).astype(E4M3)

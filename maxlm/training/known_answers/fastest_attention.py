@@ -127,7 +127,7 @@ def measured_seconds(answer: KnownAnswer, device: jax.Device) -> float:
 
 def _time(config: Config, kernel: str, measure: Measure) -> Timing:
     """Tests a kernel and times the attention of all layers. Does not raise, because other processes wait."""
-    model = dataclasses.replace(config.model, attention=kernel)  # type: ignore[arg-type]
+    model = dataclasses.replace(config.model, attention=kernel)
     config, device, seconds = dataclasses.replace(config, model=model), jax.local_devices()[0], 0.0
     counts = Counter(layer_windows(model))
     try:
