@@ -98,7 +98,7 @@ def choose_attention(config: Config, kernels: Sequence[str], path: Path, measure
     group, problem = ProcessGroup(), ''
     chosen = ''
     if group.process_index == 0:
-        settings = _settings(config)
+        settings = {'kernels': list(kernels), **_settings(config)}
         chosen = _stored(path, settings, kernels)
         if not chosen:
             timings = [_time(config, kernel, measure or measured_seconds) for kernel in kernels]

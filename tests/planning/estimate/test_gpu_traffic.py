@@ -58,7 +58,9 @@ def test_norm_kernels_save_the_traffic_of_the_programs():
     for entry in recorded:
         target = parse_target(entry['target'])
         for kernel in ('xla', 'pallas'):
-            config = resolve_for(target, str(ROOT / entry['config']), (*entry['overrides'], f'model.norm_kernel={kernel}'))
+            config = resolve_for(
+                target, str(ROOT / entry['config']), (*entry['overrides'], f'model.norm_kernel={kernel}')
+            )
             saved[kernel] = estimate_gpu_traffic(config)
         before, after = (entry[kernel]['traffic'] for kernel in ('xla', 'pallas'))
         assert saved['xla'] - saved['pallas'] == pytest.approx(before - after, rel=0.3), entry['config']
