@@ -110,8 +110,8 @@ class Block(nnx.Module):
         self.num_kv_heads = config.num_kv_heads
         self.dropout = config.dropout
         self.partitioning = partitioning
-        # If the branch reaches the kernel of the next norm unchanged, the kernel sums the gradient of the bias. XLA reads
-        # the gradient of the branch once more.
+        # If the branch reaches the kernel of the next norm unchanged, the kernel sums the gradient of the bias. XLA
+        # reads the gradient of the branch once more.
         self.attention.out.is_bias_constant = (
             self.has_norm_kernels
             and config.norm_placement == 'pre'

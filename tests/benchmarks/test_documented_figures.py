@@ -129,8 +129,8 @@ def performance(read: Read) -> Iterator[str]:
     programs = read('norm_kernel_programs')
     before, after, later = (*(programs['programs'][0][name] for name in ('xla', 'pallas')), programs['later'])
     yield (
-        f'moves {later["traffic"] / GB:.0f} GB in {later["kernels"]:,} kernels, instead of {before["traffic"] / GB:.0f} GB '
-        f'in {before["kernels"]:,}'
+        f'moves {later["traffic"] / GB:.0f} GB in {later["kernels"]:,} kernels, instead of '
+        f'{before["traffic"] / GB:.0f} GB in {before["kernels"]:,}'
     )
     yield f'The norm kernels save {(before["traffic"] - after["traffic"]) / GB:.0f} GB'
     yield from overlap(read)
