@@ -77,7 +77,12 @@ def _multiply(a_MK: jax.Array, b_OK: jax.Array, platform: str) -> jax.Array:
     """Returns a · bᵀ, [M, O], in the dtype of a."""
     if platform != 'gpu':
         return jnp.dot(rounded(a_MK), rounded(b_OK).T, precision='highest').astype(a_MK.dtype)
-    codes, scales = zip(*map(quantize, (a_MK, b_OK)), strict=True)
-    scales = (jax.lax.bitcast_convert_type(exponent, jnp.float8_e8m0fnu)[None] for exponent in scales)
-    y: jax.Array = jax.nn.scaled_matmul(*(x[None] for x in codes), *scales, preferred_element_type=a_MK.dtype)
+    (a_codes, a_scale), (b_codes, b_scale) = (_with_scales(x_MK) for x_MK in (a_MK, b_OK))
+    y: jax.Array = jax.nn.scaled_matmul(a_codes, b_codes, a_scale, b_scale, preferred_element_type=a_MK.dtype)
     return y[0]
+
+
+def _with_scales(x_MK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes [1, M, K] and the scales [1, M, C] as `jax.nn.scaled_matmul` takes them."""
+    codes_MK, exponent_MC = quantize(x_MK)
+    return codes_MK[None], jax.lax.bitcast_convert_type(exponent_MC, jnp.float8_e8m0fnu)[None]
