@@ -33,7 +33,7 @@ def residual_norm_answer(model: ModelConfig, rows: int) -> KnownAnswer:
         stream_RD: jax.Array, branch_RD: jax.Array, scale_D: jax.Array, bias_D: jax.Array, branch_bias_D: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         # The branch contains its bias already.
-        branch_RD = branch_RD + (branch_bias_D - jax.lax.stop_gradient(branch_bias_D))
+        branch_RD = branch_RD + (branch_bias_D - jax.lax.stop_gradient(branch_bias_D))[None]
         sum_RD = stream_RD + branch_RD
         x_RD = sum_RD - sum_RD.mean(-1, keepdims=True) if plan.is_centered else sum_RD
         mean_square_R1 = jnp.square(x_RD).mean(-1, keepdims=True)

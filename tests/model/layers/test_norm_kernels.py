@@ -24,6 +24,7 @@ def definition(stream, branch, scale, bias, branch_bias=None, *, is_centered):
     if branch_bias is not None:
         # The branch contains the bias already.
         zero = branch_bias - jax.lax.stop_gradient(branch_bias)
+        zero = zero.reshape((1,) * (branch.ndim - 1) + zero.shape)
         branch = (branch.astype(np.float32) + zero).astype(branch.dtype)
     total = stream if branch is None else stream + branch
     return total, norm_by_definition(total, scale, bias, is_centered=is_centered, epsilon=EPSILON)
