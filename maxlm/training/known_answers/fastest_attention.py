@@ -80,7 +80,7 @@ def with_fastest_attention(config: Config, sized: Config, workdir: Path) -> Conf
         logger.info(f'attention: {chosen}, the only kernel for this run on {device.device_kind}')
     else:
         chosen = choose_attention(sized, kernels, workdir / ATTENTION_FILE)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention=chosen))
+    return _with_kernel(config, chosen)
 
 
 def choose_attention(config: Config, kernels: Sequence[str], path: Path, measure: Measure | None = None) -> str:
@@ -108,7 +108,7 @@ def choose_attention(config: Config, kernels: Sequence[str], path: Path, measure
     chosen, problem = parse_json(group.broadcast_from_host0(json.dumps([chosen, problem])))
     if problem:
         raise InputError(f'model.attention=fastest: {problem}')
-    return chosen
+    return str(chosen)
 
 
 def measured_seconds(answer: KnownAnswer, device: jax.Device) -> float:
@@ -125,11 +125,15 @@ def measured_seconds(answer: KnownAnswer, device: jax.Device) -> float:
     return statistics.median(seconds)
 
 
+def _with_kernel(config: Config, kernel: str) -> Config:
+    model: Any = config.model
+    return dataclasses.replace(config, model=dataclasses.replace(model, attention=kernel))
+
+
 def _time(config: Config, kernel: str, measure: Measure) -> Timing:
     """Tests a kernel and times the attention of all layers. Does not raise, because other processes wait."""
-    model = dataclasses.replace(config.model, attention=kernel)
-    config, device, seconds = dataclasses.replace(config, model=model), jax.local_devices()[0], 0.0
-    counts = Counter(layer_windows(model))
+    config, device, seconds = _with_kernel(config, kernel), jax.local_devices()[0], 0.0
+    counts = Counter(layer_windows(config.model))
     try:
         if lists_documents(config, capability_of(device)) and EMPTY_DOCUMENTS.affects(
             installed_libraries(cudnn_version())
