@@ -35,7 +35,7 @@ from maxlm.inference.engine.compiled import DECODE_OPTIONS, MAX_PASSES, Compiled
 from maxlm.inference.engine.model_runner import PendingPrompt
 from maxlm.inference.engine.slots import CacheLength
 from maxlm.inference.sampling import Sampling, stack_settings
-from maxlm.model.layers.value_embedding import VALUE_TABLES
+from maxlm.model.value_embedding import VALUE_TABLES
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import init_state
 

@@ -103,7 +103,9 @@ measure 1b_norm_kernels 75 configs/1b.py "${learning[@]}" --config.model.norm_ke
 # The cost of equal bits.
 measure 1b_deterministic 75 configs/1b.py "${learning[@]}" --config.train.deterministic=true --beside="$out/1b.json"
 # The values of the products of experts, which need tokamax.
+has_tokamax=false
 if "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("tokamax") is None)'; then
+  has_tokamax=true
   run experts 40 benchmarks.gpu_experts
 fi
 measure 1b_fp8 150 configs/1b.py "${learning[@]}" --config.model.matmul_precision=fp8 --beside="$out/1b.json"
@@ -121,6 +123,11 @@ run peers_others 500 benchmarks.peers_gpu --sides="maxlm,transformers${NANOCHAT:
 # Decoding beside Transformers with CUDA graphs, and with a host that starts each pass.
 run decode_1b_peer 200 benchmarks.decode --config=configs/1b.py --peer
 run decode_1b_host_loop 60 benchmarks.decode --config=configs/1b.py --host-loop
+
+# Attention of Tokamax instead of cuDNN's.
+if "$has_tokamax"; then
+  measure 1b_tokamax 60 configs/1b.py "${few[@]}" "${short[@]}" --config.model.attention=tokamax
+fi
 
 # Fusions of slices with other kernels, which training turns off.
 measure 1b_slice_fusion 60 configs/1b.py "${few[@]}" "${short[@]}" --xla=xla_gpu_enable_dynamic_slice_fusion=true

@@ -30,8 +30,8 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.blocks import is_stacked
-from maxlm.model.layers.value_embedding import VALUE_TABLES
 from maxlm.model.layers.weight_only_quantization import CODES
+from maxlm.model.value_embedding import VALUE_TABLES
 from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
 from maxlm.training.state import Params

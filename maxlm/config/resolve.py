@@ -7,32 +7,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from maxlm.config.kernels import attention_kernel, check_matmul, check_norm_kernel, expert_matmul, multiplies
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.config.sections.model import AttentionKernel, ExpertMatmul
 from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
-# Minimum compute capability of GPUs with FP8 matrix products (Ada; Hopper has 9.0). The dimensions of these products
-# must be multiples of FP8_MULTIPLE.
-FP8_CAPABILITY = (8, 9)
-FP8_MULTIPLE = 16
-# Splash attention needs sequence lengths that are multiples of the width of a TPU's vector unit.
-SPLASH_MULTIPLE = 128
-# Major compute capabilities of GPUs with a deterministic backward pass of cuDNN's attention: Hopper and Blackwell.
-# TransformerEngine uses it on these too.
-DETERMINISTIC_CUDNN = (9, 10)
-# Width of the residual stream above which a thread of the norm kernels needs more registers than it has.
-NORM_KERNEL_MAX_DIM = 8192
-# Platform of each kernel for the products of experts.
-_KERNELS = {'tokamax': 'gpu', 'megablox': 'tpu'}
 # `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
-# Requirement of the fused attention kernels.
-_NO_SINKS = 'model.attention_sinks=False; found True'
 
 
 def resolve_batch(config: Config, mesh: MeshConfig) -> tuple[int, int]:
@@ -137,11 +122,11 @@ def resolve(
         model = dataclasses.replace(
             model,
             expert_ffn_dim=model.expert_ffn_dim or model.ffn_dim,
-            expert_matmul=_expert_matmul(model.expert_matmul, platform, mesh),
+            expert_matmul=expert_matmul(model.expert_matmul, platform, mesh),
         )
     model = dataclasses.replace(
         model,
-        attention=_attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability),
+        attention=attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability),
         original_max_positions=model.original_max_positions or round(model.max_positions / model.rope_scaling_factor),
     )
     optimizer = config.optimizer
@@ -156,8 +141,8 @@ def resolve(
         optimizer=dataclasses.replace(optimizer, warmup_steps=warmup_steps),
     )
     check_layout(config)
-    _check_matmul(config, platform, capability)
-    _check_norm_kernel(config, platform)
+    check_matmul(config, platform, capability)
+    check_norm_kernel(config, platform)
     return dataclasses.replace(config, teacher=_resolved_teacher(config, platform, capability))
 
 
@@ -200,7 +185,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
             f'set data.seq_len={teacher.max_positions} or less'
         )
     alone = dataclasses.replace(config, model=teacher, teacher=None)
-    teacher = dataclasses.replace(teacher, attention=_attention_kernel(alone, platform, capability))
+    teacher = dataclasses.replace(teacher, attention=attention_kernel(alone, platform, capability))
     try:
         check_layout(alone)
     except InputError as error:
@@ -226,9 +211,9 @@ def resolve_on(
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=False))
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
     model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto', norm_kernel='xla')
-    kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
-    model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform, mesh))
-    if not _multiplies_fp8(platform, capability):
+    kernel = attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
+    model = dataclasses.replace(model, attention=kernel, expert_matmul=expert_matmul('auto', platform, mesh))
+    if not multiplies(model.matmul_precision, platform, capability):
         model = dataclasses.replace(model, matmul_precision='default')
     micro_batch = max(1, config.train.per_device_batch_size)
     config = dataclasses.replace(
@@ -243,138 +228,11 @@ def resolve_on(
     return config
 
 
-def _multiplies_fp8(platform: str, capability: tuple[int, int] | None) -> bool:
-    """Returns True for GPUs with FP8 products or unknown capability, and for CPUs, which emulate FP8 slowly."""
-    return platform == 'cpu' or (platform == 'gpu' and (capability is None or capability >= FP8_CAPABILITY))
-
-
-def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | None) -> None:
-    """Checks that devices and sizes support `model.matmul_precision=fp8` if a resolved config sets it."""
-    model, parts = config.model, config.mesh.tensor
-    if model.matmul_precision != 'fp8':
-        return
-    if not _multiplies_fp8(platform, capability):
-        here = f'of kind {platform}' if capability is None else 'of compute capability {}.{}'.format(*capability)
-        raise InputError(
-            f'model.matmul_precision=fp8: the devices are {here}; FP8 requires GPUs with compute capability '
-            f'{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or higher (Ada, Hopper); set model.matmul_precision=default'
-        )
-    sizes = {
-        'model.dim': model.dim,
-        'model.num_heads · model.head_dim': model.num_heads * model.head_dim // parts,
-        'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
-        'model.ffn_dim': model.ffn_dim // parts,
-    }
-    if model.kv_lora_rank:
-        sizes['model.q_lora_rank'] = model.q_lora_rank
-        sizes['model.kv_lora_rank'] = model.kv_lora_rank
-        sizes['model.qk_rope_head_dim'] = model.qk_rope_head_dim
-        sizes['model.num_heads · model.qk_nope_head_dim'] = model.num_heads * model.qk_nope_head_dim // parts
-        sizes['model.num_heads · model.v_head_dim'] = model.num_heads * model.v_head_dim // parts
-    for key, size in sizes.items():
-        if size % FP8_MULTIPLE:
-            below = size // FP8_MULTIPLE * FP8_MULTIPLE
-            closest = f'{below} or {below + FP8_MULTIPLE}' if below else str(FP8_MULTIPLE)
-            each = f' on each of mesh.tensor={parts} devices' if parts > 1 and key != 'model.dim' else ''
-            raise InputError(
-                f'model.matmul_precision=fp8: {key} is {size}{each} but must be a multiple of {FP8_MULTIPLE}; nearest: '
-                f'{closest}'
-            )
-
-
-def _check_norm_kernel(config: Config, platform: str) -> None:
-    """Checks that devices, mesh and width support `model.norm_kernel=pallas` if a resolved config sets it."""
-    if config.model.norm_kernel == 'xla':
-        return
-    if platform != 'gpu':
-        raise InputError(f'model.norm_kernel=pallas: not available on {platform} devices; set it to xla')
-    for key, found, most in (
-        # JAX has no batching rule for the sharded kernels.
-        ('mesh.stage', config.mesh.stage, 1),
-        ('model.dim', config.model.dim, NORM_KERNEL_MAX_DIM),
-    ):
-        if found > most:
-            raise InputError(
-                f'model.norm_kernel=pallas requires a {key} of at most {most}; found {found}; set it to xla'
-            )
-
-
 def needs_tokamax(model: ModelConfig, platform: str) -> bool:
-    """Returns True if the products of experts use the package tokamax on this platform."""
+    """Returns True if attention or the products of experts use the package tokamax on this platform."""
     is_dropless = model.num_experts > 0 and not model.expert_capacity_factor
-    return is_dropless and platform == 'gpu' and model.expert_matmul in ('auto', 'tokamax')
-
-
-def _expert_matmul(requested: ExpertMatmul, platform: str, mesh: MeshConfig) -> ExpertMatmul:
-    """Returns `model.expert_matmul` with auto resolved."""
-    if requested == 'auto':
-        # JAX's batching rule of kernels does not support the stages of a pipeline.
-        of_platform: dict[str, ExpertMatmul] = {
-            'gpu': 'tokamax',
-            'tpu': 'ragged_dot' if mesh.stage > 1 else 'megablox',
-        }
-        return of_platform.get(platform, 'loop')
-    if requested in _KERNELS and platform != _KERNELS[requested]:
-        raise InputError(f'model.expert_matmul={requested}: not available on {platform} devices; set it to auto')
-    if requested == 'megablox' and mesh.stage > 1:
-        raise InputError(
-            f'model.expert_matmul=megablox does not support mesh.stage={mesh.stage}; set it to auto, or mesh.stage=1'
-        )
-    return requested
-
-
-def _attention_kernel(config: Config, platform: str, capability: tuple[int, int] | None) -> AttentionKernel:
-    """Returns `model.attention` with auto resolved. The config must have a resolved mesh and head_dim."""
-    requested = config.model.attention
-    of_platform: dict[str, tuple[tuple[AttentionKernel, ...], str]] = {
-        'gpu': (('cudnn', 'cudnn_mask'), _cudnn_needs(config, capability)),
-        'tpu': (('splash',), _splash_needs(config)),
-    }
-    kernels, needs = of_platform.get(platform, (('xla',), ''))
-    if requested == 'auto':
-        # With a list of documents, the deterministic backward pass needs a multiple of the memory on Hopper
-        # (NVIDIA/cudnn-frontend #398).
-        return 'xla' if needs else kernels[-1 if config.train.deterministic else 0]
-    if requested not in ('xla', *kernels):
-        raise InputError(f'model.attention={requested}: not available on {platform} devices; set it to auto')
-    if requested in kernels and needs:
-        raise InputError(f'model.attention={requested} requires {needs}; set it to auto')
-    return requested
-
-
-def _cudnn_needs(config: Config, capability: tuple[int, int] | None) -> str:
-    """Returns the unmet requirements of cuDNN attention for an error message, or '' if all are met."""
-    model = config.model
-    if config.train.deterministic and (capability is None or capability[0] not in DETERMINISTIC_CUDNN):
-        found = 'an unknown one' if capability is None else '{}.{}'.format(*capability)
-        return f'compute capability 9.x or 10.x with train.deterministic=true; found {found}'
-    if model.attention_sinks:
-        return _NO_SINKS
-    # Limits of cuDNN on all supported GPUs.
-    if model.attention_softcap:
-        return f'model.attention_softcap=0; found {model.attention_softcap}'
-    if model.dtype in ('bfloat16', 'float16') and model.head_dim % 8 == 0 and model.head_dim <= 128:
-        return ''
-    return (
-        f'model.dtype=bfloat16 or float16, and a head_dim that is a multiple of 8, at most 128; found {model.dtype} '
-        f'and {model.head_dim}'
-    )
-
-
-def _splash_needs(config: Config) -> str:
-    """Returns the unmet requirements of splash attention for an error message, or '' if all are met."""
-    mesh, seq_len = config.mesh, config.data.seq_len
-    if config.model.attention_sinks:
-        return _NO_SINKS
-    if config.model.dtype == 'float16':
-        return 'model.dtype=bfloat16 or float32; found float16'
-    if mesh.context > 1 or mesh.stage > 1:
-        return f'mesh.context=1 and mesh.stage=1; found {mesh.context} and {mesh.stage}'
-    if seq_len % SPLASH_MULTIPLE:
-        below = seq_len // SPLASH_MULTIPLE * SPLASH_MULTIPLE
-        closest = f'{below} or {below + SPLASH_MULTIPLE}' if below else str(SPLASH_MULTIPLE)
-        return f'a data.seq_len that is a multiple of {SPLASH_MULTIPLE}; found {seq_len}; nearest: {closest}'
-    return ''
+    of_experts = is_dropless and model.expert_matmul in ('auto', 'tokamax')
+    return platform == 'gpu' and (of_experts or model.attention == 'tokamax')
 
 
 def config_for_model(model: Mapping[str, Any], source: str) -> Config:

@@ -66,10 +66,10 @@ def validate(config: Config) -> None:
         divides('model.num_heads', model.num_heads, 'model.dim', model.dim)
     if model.num_kv_heads:
         divides('model.num_kv_heads', model.num_kv_heads, 'model.num_heads', model.num_heads)
-    if model.matmul_precision == 'fp8' and model.dtype == 'float16':
+    if model.matmul_precision != 'default' and model.dtype == 'float16':
         raise InputError(
-            'model.matmul_precision=fp8 with model.dtype=float16: results would exceed the range of float16; set '
-            'model.dtype=bfloat16'
+            f'model.matmul_precision={model.matmul_precision} with model.dtype=float16: results would exceed the range '
+            'of float16; set model.dtype=bfloat16'
         )
     check_architecture(model)
     check_transfer(model, optimizer)

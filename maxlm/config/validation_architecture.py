@@ -242,9 +242,10 @@ def check_experts(config: Config) -> None:
             f'model.expert_group_score=top2 requires groups of 2 experts or more; model.num_expert_groups={G} gives '
             f'groups of {E // G}; lower it'
         )
-    if model.matmul_precision == 'fp8':
+    if model.matmul_precision != 'default':
         raise InputError(
-            f'model.matmul_precision=fp8 does not support model.num_experts={E}; set model.matmul_precision=default'
+            f'model.matmul_precision={model.matmul_precision} does not support model.num_experts={E}; set '
+            'model.matmul_precision=default'
         )
     if model.router_balance_bias and mesh.host_offload == 'all':
         raise InputError(

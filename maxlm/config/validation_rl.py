@@ -123,10 +123,10 @@ def check_qlora(config: Config) -> None:
         raise InputError(
             f"{quantized} requires kernels to quantize, but train.init_from is ''; set train.init_from to a checkpoint"
         )
-    if model.matmul_precision == 'fp8':
+    if model.matmul_precision != 'default':
         raise InputError(
-            f'{quantized} with model.matmul_precision=fp8: quantized kernels are multiplied in model.dtype; set '
-            'model.matmul_precision=default'
+            f'{quantized} with model.matmul_precision={model.matmul_precision}: quantized kernels are multiplied in '
+            'model.dtype; set model.matmul_precision=default'
         )
     if model.mtp_depth:
         raise InputError(

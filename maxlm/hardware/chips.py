@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.resolve import FP8_CAPABILITY
+from maxlm.config.kernels import MATMUL_CAPABILITIES
 from maxlm.formatting import GIB
 
 # Compute capability from which on GPUs multiply bfloat16 and TF32 on matrix units.
@@ -94,7 +94,7 @@ class Chip:
     @property
     def fp8_tflops(self) -> float:
         """Returns the dense FP8 peak: twice the bfloat16 peak on all GPUs with FP8, according to their datasheets."""
-        return self.tflops * (2 if self.capability is not None and self.capability >= FP8_CAPABILITY else 1)
+        return self.tflops * (2 if self.capability is not None and self.capability >= MATMUL_CAPABILITIES['fp8'] else 1)
 
 
 def _gpu(

@@ -26,8 +26,8 @@ from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import FeedForward
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import Rotary
-from maxlm.model.layers.value_embedding import ValueEmbeddings, value_embedding
 from maxlm.model.layers.weight_only_quantization import weights_of
+from maxlm.model.value_embedding import ValueEmbeddings, value_embedding
 from maxlm.parallel.partitioning import Partitioning
 
 # Names of the decoder's attributes with the blocks, which are part of the path of every parameter stacked over layers:
@@ -110,6 +110,14 @@ class Block(nnx.Module):
         self.num_kv_heads = config.num_kv_heads
         self.dropout = config.dropout
         self.partitioning = partitioning
+        # If the branch reaches the kernel of the next norm unchanged, the kernel sums the gradient of the bias. XLA
+        # reads the gradient of the branch once more.
+        self.attention.out.is_bias_constant = (
+            self.has_norm_kernels
+            and config.norm_placement == 'pre'
+            and config.residual_multiplier == 1
+            and not (config.parallel_residual or config.dropout or config.block)
+        )
         weights = weights_of(config)
         if weights is not None:
             for _, module in list(nnx.iter_modules(self)):
@@ -162,7 +170,9 @@ class Block(nnx.Module):
             )
         attended_BTD = self._branch(attended_BTD, self.attention_post_norm, attention_key)
         added_BTD, router = None if self.parallel_residual else attended_BTD, None
-        stream_BTD, fed_BTD = _add_and_normalize(self.feedforward_norm, x_BTD, added_BTD)
+        out = self.attention.out
+        bias = out.bias[...] if out.is_bias_constant and out.bias is not None else None
+        stream_BTD, fed_BTD = _add_and_normalize(self.feedforward_norm, x_BTD, added_BTD, bias)
         if isinstance(self.feedforward, MixtureOfExperts):
             # With a cache, the capacity of experts would depend on the number of tokens in a call.
             fed_BTD, router = self.feedforward(fed_BTD, context.segments_BT, is_dropless=cache is not None)
@@ -184,11 +194,11 @@ class Block(nnx.Module):
 
 
 def _add_and_normalize(
-    norm: Norm | None, stream_BTD: jax.Array, branch_BTD: jax.Array | None
+    norm: Norm | None, stream_BTD: jax.Array, branch_BTD: jax.Array | None, branch_bias_D: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum and the normalized sum; without a norm, the sum twice."""
+    """Returns the sum and the normalized sum; without a norm, the sum twice. See `Norm.add_and_normalize`."""
     if norm is not None:
-        return norm.add_and_normalize(stream_BTD, branch_BTD)
+        return norm.add_and_normalize(stream_BTD, branch_BTD, branch_bias_D)
     stream_BTD = stream_BTD if branch_BTD is None else stream_BTD + branch_BTD
     return stream_BTD, stream_BTD
 

@@ -31,6 +31,7 @@ from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.smear import PreviousTokens, smear
 from maxlm.model.stream import Stream, first_stream, make_parameters, without_backout
+from maxlm.model.value_embedding import looked_up, value_parameters, values_of
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
 

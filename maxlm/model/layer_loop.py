@@ -21,9 +21,9 @@ from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, LayerCache
 from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
-from maxlm.model.layers.value_embedding import ValueEmbeddings, value_layers
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.stream import Stream
+from maxlm.model.value_embedding import ValueEmbeddings, value_layers
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import GATHERED, Partitioning
 

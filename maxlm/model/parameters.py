@@ -17,9 +17,9 @@ from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.lora import LORA_A, LORA_B
-from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES
 from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES, quantized_kernels, weights_of
 from maxlm.model.stream import StreamParameters
+from maxlm.model.value_embedding import VALUE_GATES, VALUE_TABLES
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')

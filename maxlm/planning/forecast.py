@@ -26,11 +26,11 @@ from maxlm.planning.estimate.work import Work, estimate_work
 from maxlm.planning.machine import Machine
 from maxlm.planning.targets import Target, compiling_for, target_layout
 from maxlm.training.compile import AHEAD_OPTIONS, CompiledStep, compile_train_step
-from maxlm.training.flops import CUDNN_KERNELS, attention_workspace
+from maxlm.training.flops import GPU_KERNELS, attention_workspace
 from maxlm.training.state import abstract_state
 
 # Values of model.attention whose products are in a fused kernel.
-FUSED_ATTENTION = (*CUDNN_KERNELS, 'splash')
+FUSED_ATTENTION = (*GPU_KERNELS, 'splash')
 # Memory of a process on a CPU with JAX, compiled programs and read buffers, and of TensorFlow, which writes the files
 # of TensorBoard. Measured with a model of 135M parameters and Python 3.11.
 PROCESS_BYTES = 900 * 2**20

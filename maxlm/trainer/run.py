@@ -37,6 +37,7 @@ from maxlm.trainer.run_context import RunContext, newest_progress, open_run
 from maxlm.trainer.training_loop import TrainingLoop
 from maxlm.training.decisions.run_control import Rollback, ended
 from maxlm.training.known_answers.check import check_kernels, warn_of_known_faults
+from maxlm.training.known_answers.fastest_attention import FASTEST, with_fastest_attention
 from maxlm.training.known_answers.kernels import training_answers, training_settings
 from maxlm.training.state import abstract_state
 
@@ -109,6 +110,11 @@ def run(
             context = stack.enter_context(opened)
         except TransientStorageError as error:
             raise WorkdirUnavailableError(str(error)) from error
+        if config.model.attention == FASTEST:
+            config = with_fastest_attention(config, sized, context.workdir)
+            sized = sized_config(config, resolver)
+            if sized.train.check_kernels:
+                check_kernels(partial(training_answers, sized), training_settings(sized), layout.mesh, cache=cache)
         check_init_from(sized, abstract.params, context.checkpoint_workdir, tokenizer=source.tokenizer_path)
         check_teacher(sized, abstract, tokenizer=source.tokenizer_path)
         final_export = None

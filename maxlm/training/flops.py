@@ -14,8 +14,8 @@ from maxlm.model.attention.chunked import query_ranges
 from maxlm.model.attention.cudnn import documents_per_row, lists_documents
 from maxlm.model.attention.splash import block_size, num_visible_blocks
 from maxlm.model.layers.masks import layer_windows
-from maxlm.model.layers.value_embedding import VALUE_GATES
 from maxlm.model.parameters import block_kernels, layer_stacks, weights
+from maxlm.model.value_embedding import VALUE_GATES
 from maxlm.training.optimizers.trainable import is_trained
 
 # Kinds of parameters that multiply tokens.
@@ -24,6 +24,8 @@ PRODUCTS = ('matrix', 'router', 'head', 'adapter')
 RECOMPUTED = ('full', 'offload')
 # Values of model.attention that are kernels of cuDNN.
 CUDNN_KERNELS = ('cudnn', 'cudnn_mask')
+# Fused kernels for GPUs, which compute only the scores of a causal row or window.
+GPU_KERNELS = (*CUDNN_KERNELS, 'tokamax')
 
 
 class TokenFlops(NamedTuple):
@@ -141,7 +143,7 @@ def attended_positions(config: Config, capability: tuple[int, int] | None = None
     if needs_mask(config, capability):
         # Masked scores are computed too.
         return seq_len
-    if config.model.attention in CUDNN_KERNELS:
+    if config.model.attention in GPU_KERNELS:
         return sum(reach * (reach + 1) / 2 + (seq_len - reach) * reach for reach in reaches) / seq_len / len(reaches)
     if config.model.attention == 'splash':
         blocks = sum(num_visible_blocks(seq_len, sliding) for sliding in windows)

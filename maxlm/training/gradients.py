@@ -85,7 +85,10 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
     def accumulate(
         params: Params, reference: Params | None, batch: Batch, key: jax.Array, factor: jax.Array | None
     ) -> tuple[LossSums, Params]:
-        zero_grads = place(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), trainable(config, params)))
+        is_whole = config.mesh.host_offload == 'all'
+        # The first micro-batch replaces the values, so that a GPU need not write zeros.
+        create = jax.lax.empty if layout.platform == 'gpu' and not is_whole else jnp.zeros
+        zero_grads = place(jax.tree.map(lambda p: create(p.shape, jnp.float32), trainable(config, params)))
         if is_unstacked:
             # Otherwise each micro-batch would copy the parameters of each layer out of the stacked arrays.
             params = unstack_layers(params)
@@ -101,7 +104,10 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
             )
             with jax.named_scope('gradient_sum'):
                 grads = place(stack_layers(grads) if is_unstacked else grads)
-                return jax.tree.map(jnp.add, totals, (sums, grads)), None
+                before = totals[1]
+                if create is jax.lax.empty:
+                    before = jax.tree.map(lambda total: jnp.where(index == 0, 0, total), before)
+                return jax.tree.map(jnp.add, (totals[0], before), (sums, grads)), None
 
         zeros = (zero_sums(config, num_sources), zero_grads)
         totals, _ = jax.lax.scan(add, zeros, (jnp.arange(A), split_micro_batches(batch, A, layout)))

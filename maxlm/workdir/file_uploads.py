@@ -14,7 +14,7 @@ from maxlm.storage.bucket import Bucket
 from maxlm.storage.check_directory import is_inside
 from maxlm.storage.download import RemoteFile, fetch_file
 from maxlm.storage.regular_files import read_text
-from maxlm.workdir.files import CONFIG, EXPERT_LOADS_FILE, MODEL_FILES, SAMPLES_FILE, goodput_name
+from maxlm.workdir.files import ATTENTION_FILE, CONFIG, EXPERT_LOADS_FILE, MODEL_FILES, SAMPLES_FILE, goodput_name
 from maxlm.workdir.files import EVENTS_FILE as EVENTS
 from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
@@ -23,7 +23,8 @@ from maxlm.workdir.upload_state import UploadState
 # A run that resumes on another machine downloads these files.
 NAMES = (
     *(CONFIG, *MODEL_FILES),
-    *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, EXPERT_LOADS_FILE, WANDB_ID),
+    *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, EXPERT_LOADS_FILE, ATTENTION_FILE),
+    WANDB_ID,
 )
 # Upload-only files: every attempt of a run writes new ones.
 UPLOAD_ONLY_PATTERNS = ('report.html', 'tensorboard/**/*', 'profile/**/*', 'wandb/**/*')

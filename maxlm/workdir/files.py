@@ -30,6 +30,7 @@ CHAT_TEMPLATE = 'chat_template.jinja'
 METRICS_FILE = 'metrics.jsonl'
 SAMPLES_FILE = 'samples.jsonl'
 EXPERT_LOADS_FILE = 'expert_loads.jsonl'
+ATTENTION_FILE = 'attention.json'
 EVENTS_FILE = 'events.jsonl'
 WANDB_ID_FILE = 'wandb_id'
 # Written by `maxlm evaluate`. The report shows the file in this directory of a workdir.

@@ -128,6 +128,13 @@ def performance(read: Read) -> Iterator[str]:
     both = [each for size in ('small', '0.1b') for each in read(f'decode_peers_{size}_cpu2')['results']]
     yield f'reaches {range_of([each["ratios"]["maxlm / llama.cpp"] for each in both], between=" to ")} of the rate'
     yield from decoding(read)
+    programs = read('norm_kernel_programs')
+    before, after, later = (*(programs['programs'][0][name] for name in ('xla', 'pallas')), programs['later'])
+    yield (
+        f'moves {later["traffic"] / GB:.0f} GB in {later["kernels"]:,} kernels, instead of '
+        f'{before["traffic"] / GB:.0f} GB in {before["kernels"]:,}'
+    )
+    yield f'The norm kernels save {(before["traffic"] - after["traffic"]) / GB:.0f} GB'
     yield from overlap(read)
     yield from loop(read)
     yield from growth(read)

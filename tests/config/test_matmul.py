@@ -34,6 +34,30 @@ def test_devices_that_support_fp8(platform, capability):
     assert resolved(platform=platform, capability=capability).model.matmul_precision == 'fp8'
 
 
+@pytest.mark.parametrize(('platform', 'capability'), [('gpu', (10, 0)), ('gpu', None), ('cpu', None)])
+def test_devices_that_support_mxfp8(platform, capability):
+    settings = {'platform': platform, 'capability': capability, 'data__seq_len': 32}
+    assert resolved(model__matmul_precision='mxfp8', **settings).model.matmul_precision == 'mxfp8'
+
+
+@pytest.mark.parametrize(
+    ('settings', 'fragments'),
+    [
+        ({'capability': H100}, ['model.matmul_precision=mxfp8: the devices are of compute capability 9.0', '10.0']),
+        ({'platform': 'tpu', 'capability': None}, ['devices are of kind tpu', 'set model.matmul_precision=default']),
+        ({'model__dim': 80}, ['model.dim is 80', 'multiple of 32', '64 or 96']),
+        ({'mesh__tensor': 2}, ['requires mesh.tensor=1; found 2', 'set model.matmul_precision=fp8']),
+        ({'data__seq_len': 36}, ['data.seq_len = 2 · 36 rows', 'multiple of 32']),
+    ],
+)
+def test_errors_of_mxfp8(settings, fragments):
+    supported = {'capability': (10, 0), 'data__seq_len': 32, 'model__matmul_precision': 'mxfp8'}
+    with pytest.raises(InputError) as error:
+        resolved(**{**supported, **settings})
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
 @pytest.mark.parametrize(
     ('settings', 'fragments'),
     [

@@ -2,6 +2,7 @@
 
 import pytest
 
+from maxlm.config.kernels import attention_kernels
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.errors import InputError
@@ -94,11 +95,33 @@ def test_vocabulary_and_widths():
         ({'platform': 'tpu', 'model__attention_softcap': 50.0}, 'splash'),
         ({'platform': 'gpu', 'model__attention': 'xla'}, 'xla'),
         ({'platform': 'gpu', 'model__attention_sinks': True}, 'xla'),
+        ({'platform': 'gpu', 'model__attention': 'tokamax', 'model__head_dim': 64}, 'tokamax'),
+        ({'platform': 'gpu', 'model__attention': 'fastest'}, 'cudnn'),
+        ({'platform': 'gpu', 'model__attention': 'fastest', 'model__head_dim': 20}, 'xla'),
+        ({'model__attention': 'fastest'}, 'xla'),
         ({'platform': 'tpu', 'model__attention_sinks': True}, 'xla'),
     ],
 )
 def test_attention_kernel(settings, kernel):
     assert resolved(**settings).model.attention == kernel
+
+
+@pytest.mark.parametrize(
+    ('settings', 'kernels'),
+    [
+        ({}, ['cudnn', 'cudnn_mask', 'tokamax', 'xla']),
+        ({'model__attention': 'xla'}, ['xla', 'cudnn', 'cudnn_mask', 'tokamax']),
+        ({'capability': (8, 0)}, ['cudnn', 'cudnn_mask', 'xla']),
+        ({'model__attention_softcap': 50.0}, ['xla', 'tokamax']),
+        ({'mesh__stage': 2, 'train__per_device_batch_size': 1}, ['cudnn', 'cudnn_mask', 'xla']),
+        ({'platform': 'tpu'}, ['splash', 'xla']),
+        ({'platform': 'cpu'}, ['xla']),
+    ],
+)
+def test_kernels_that_support_a_run(settings, kernels):
+    settings = {'platform': 'gpu', 'capability': (9, 0), 'model__head_dim': 64, **settings}
+    config = resolved(**settings)
+    assert attention_kernels(config, settings['platform'], settings['capability']) == kernels
 
 
 @pytest.mark.parametrize(
@@ -126,6 +149,12 @@ def test_attention_kernel(settings, kernel):
             ['model.attention=cudnn', 'train.deterministic=true', '9.x', '8.0', 'auto'],
         ),
         ({'model__attention': 'splash', 'platform': 'gpu'}, ['model.attention=splash', 'gpu', 'auto']),
+        ({'model__attention': 'tokamax'}, ['model.attention=tokamax: not available on cpu', 'auto']),
+        (
+            {'model__attention': 'tokamax', 'platform': 'gpu', 'capability': (8, 9)},
+            ['model.attention=tokamax requires compute capability 9.x or 10.x', 'found 8.9'],
+        ),
+        ({'model__attention': 'tokamax', 'platform': 'gpu'}, ['tokamax', 'head_dim of 64 or 128; found', '16']),
         (
             {'model__attention': 'cudnn', 'platform': 'gpu', 'model__attention_softcap': 50.0},
             ['model.attention=cudnn', 'attention_softcap=0', '50.0'],

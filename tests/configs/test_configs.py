@@ -13,8 +13,8 @@ from maxlm.config.resolve import resolve
 from maxlm.errors import EXIT_BAD_INPUT, InputError, exit_code
 from maxlm.huggingface.config_conversion import to_config
 from maxlm.model.layers.masks import layer_kinds
-from maxlm.model.layers.value_embedding import value_layers
 from maxlm.model.parameters import count_active_parameters, count_parameters
+from maxlm.model.value_embedding import value_layers
 from maxlm.parallel.layout import make_layout
 from maxlm.training.state import abstract_state
 from tests.conftest import ROOT

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxlm.model.blocks import dropout
+from maxlm.model.blocks import Block, dropout
+from maxlm.parallel.partitioning import SINGLE_DEVICE
 from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
@@ -112,3 +114,20 @@ def test_norm_kernels_change_nothing(settings, changes, kernels, monkeypatch, pl
     assert set(forward) == {name for name, _ in kernels}
     if 'remat_policy' not in changes:
         assert sorted(forward.items()) == kernels
+
+
+@pytest.mark.parametrize(
+    ('changes', 'is_constant'),
+    [
+        ({}, True),
+        ({'dropout': 0.5}, False),
+        ({'norm_placement': 'both'}, False),
+        ({'parallel_residual': True}, False),
+        ({'residual_multiplier': 0.5}, False),
+        ({'norm_kernel': 'xla'}, False),
+    ],
+)
+def test_a_norm_kernel_computes_the_gradient_of_a_bias_that_reaches_it_unchanged(changes, is_constant):
+    model = dataclasses.replace(small_config().model, **{'norm_kernel': 'pallas', **changes})
+    block = nnx.eval_shape(lambda: Block(model, partitioning=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
+    assert block.attention.out.is_bias_constant == is_constant

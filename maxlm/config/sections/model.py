@@ -19,7 +19,8 @@ RematPolicy = Literal['none', 'dots', 'dots_no_batch', 'full', 'offload']
 Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
 NormKernel = Literal['xla', 'pallas']
-AttentionKernel = Literal['auto', 'xla', 'cudnn', 'cudnn_mask', 'splash']
+MatmulPrecision = Literal['default', 'fp8', 'mxfp8']
+AttentionKernel = Literal['auto', 'fastest', 'xla', 'cudnn', 'cudnn_mask', 'tokamax', 'splash']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +213,10 @@ class ModelConfig:
     # Compute dtype; float16 has a loss scale. Parameters are always float32.
     dtype: Dtype = 'bfloat16'
     # Matrix products of the blocks' projections. default: in the compute dtype; fp8: 8-bit floats in forward and
-    # backward pass (maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
-    matmul_precision: Annotated[Literal['default', 'fp8'], Renamed('matmul')] = 'default'
+    # backward pass (maxlm/model/layers/fp8.py); mxfp8: the same with a scale for each 32 elements
+    # (maxlm/model/layers/mxfp8.py), which has not been measured. fp8 needs Ada, Hopper or newer GPUs, mxfp8 Blackwell;
+    # CPUs emulate both slowly.
+    matmul_precision: Annotated[MatmulPrecision, Renamed('matmul')] = 'default'
     # Storage of the blocks' kernels. float: float32; others: as written by maxlm quantize
     # (maxlm/model/layers/weight_only_quantization.py). Training with them requires lora_rank and quantizes the kernels
     # of train.init_from (Dettmers et al. 2023, "QLoRA").
@@ -237,8 +240,10 @@ class ModelConfig:
     # Class of your own for the blocks, a subclass of maxlm.model.blocks.Block; '' = that class itself. Every command
     # that reads the model imports it.
     block: Literal[''] | FunctionName = ''
-    # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; splash: TPU; auto: cudnn
-    # (cudnn_mask with train.deterministic) or splash if supported, otherwise xla.
+    # Attention kernel. cudnn: GPU; cudnn_mask: GPU, documents as a mask instead of a list; tokamax: GPU from Hopper on,
+    # skips keys of other documents and before the window; splash: TPU; auto: cudnn (cudnn_mask with
+    # train.deterministic) or splash if supported, otherwise xla; fastest: the fastest of these with right results,
+    # timed when the run starts (docs/performance.md).
     attention: AttentionKernel = 'auto'
     # Norms of the residual stream. pallas: a GPU kernel adds the branch to the stream and normalizes the sum, and
     # another one computes the gradients (maxlm/model/layers/norm_kernels.py). It has not been measured on a GPU yet.

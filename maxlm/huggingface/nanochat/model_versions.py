@@ -22,7 +22,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.config_conversion import shortest_pattern
 from maxlm.huggingface.config_fields import Fields, display_value
 from maxlm.huggingface.state_dict import Tensor, tensors
-from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES, value_layers
+from maxlm.model.value_embedding import VALUE_GATES, VALUE_TABLES, value_layers
 from maxlm.workdir.files import model_difference
 
 # Since 2025-12-09, files have rows for a multiple of 64 ids. The rows beyond the vocabulary are not used.

@@ -1,1 +1,1 @@
-"""The attention module and its kernels: chunked, cuDNN, Splash, ring, decode and tree."""
+"""The attention module and its kernels: chunked, cuDNN, Splash, Tokamax, ring, decode and tree."""

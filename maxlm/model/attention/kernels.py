@@ -16,6 +16,7 @@ from maxlm.model.attention.chunked import attend_blockwise
 from maxlm.model.attention.cudnn import attend_documents, supports_documents
 from maxlm.model.attention.ring import ring_attention
 from maxlm.model.attention.splash import attend_splash, supports_length
+from maxlm.model.attention.tokamax import attend_tokamax
 from maxlm.parallel.partitioning import Axes, Partitioning
 
 
@@ -28,7 +29,7 @@ class AttentionInputs(NamedTuple):
         v_BSKH: values.
         mask_BTS: True where a query attends to a key; None: causal. A kernel reads either this or `segments_BT`.
         segments_BT: index of the document of each token, with the same meaning as the mask; None: one document.
-        softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none. Only `chunked` and `splash` support it.
+        softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none. cuDNN does not support it.
         sinks_N: logit of each head that joins the softmax's denominator, or None. Only `chunked` supports sinks.
     """
 
@@ -53,13 +54,7 @@ def choose_attention_kernel(config: ModelConfig, partitioning: Partitioning) -> 
     """
     if partitioning.num_shards('length') > 1:
         return ring
-    kernels: dict[str, AttentionKernel] = {
-        'xla': chunked,
-        'splash': splash,
-        'cudnn': cudnn,
-        'cudnn_mask': cudnn_mask,
-    }
-    return kernels[config.attention]
+    return KERNELS[config.attention]
 
 
 def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
@@ -127,3 +122,22 @@ def cudnn_mask(inputs: AttentionInputs, window: int, partitioning: Partitioning)
         local_window_size=(window - 1, 0) if window and mask_BTS is None else None,
         implementation='cudnn',
     )
+
+
+def tokamax(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
+    """Computes the attention of Tokamax, which skips the keys of other documents and those before the window."""
+    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
+    assert sinks_N is None, 'the attention of Tokamax does not support sinks'
+    return attend_tokamax(
+        q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap, partitioning=partitioning
+    )
+
+
+# Kernels by `model.attention`.
+KERNELS: dict[str, AttentionKernel] = {
+    'xla': chunked,
+    'splash': splash,
+    'cudnn': cudnn,
+    'cudnn_mask': cudnn_mask,
+    'tokamax': tokamax,
+}

@@ -13,7 +13,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from maxlm.config.resolve import SPLASH_MULTIPLE
+from maxlm.config.kernels import SPLASH_MULTIPLE
 from maxlm.model.attention.chunked import ATTENDED
 from maxlm.parallel.partitioning import Partitioning
 

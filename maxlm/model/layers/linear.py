@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.model.layers import fp8
+from maxlm.model.layers import fp8, mxfp8
 from maxlm.model.layers.lora import Adapter
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
@@ -63,6 +63,7 @@ class Linear(nnx.Module):
     Attributes:
         is_transposed: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
         joined_shapes: output shapes of the projections whose kernels are joined to this one; see `join`.
+        is_bias_constant: True if the bias gets no gradient from the projection.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Linear(nnx.Module):
         self.lora_scale = adapter.scale if adapter else 0.0
         self.is_transposed = False
         self.joined_shapes: tuple[tuple[int, ...], ...] = ()
+        self.is_bias_constant = False
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
@@ -122,7 +124,7 @@ class Linear(nnx.Module):
     def should_be_transposed(self) -> bool:
         """Returns True if the kernel should be transposed for decoding. Quantized and FP8 kernels should not."""
         should = should_transpose(self.num_inputs, self.partitioning.platform)
-        return self.weights is None and self.matmul != 'fp8' and should
+        return self.weights is None and self.matmul == 'default' and should
 
     def join(self, others: Sequence[Linear]) -> None:
         """Changes this projection to compute the products of others too; `fused_apply` splits its output.
@@ -154,6 +156,8 @@ class Linear(nnx.Module):
             codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
             x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
             y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
+        elif self.matmul == 'mxfp8':
+            y = mxfp8.product(x.reshape(-1, flat), kernel.reshape(flat, -1), self.partitioning.platform)
         elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat), platform=self.partitioning.platform)
         else:
@@ -233,7 +237,8 @@ class Linear(nnx.Module):
             y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
         if self.bias is None:
             return y
-        bias = self.bias[...].astype(y.dtype)
+        bias = jax.lax.stop_gradient(self.bias[...]) if self.is_bias_constant else self.bias[...]
+        bias = bias.astype(y.dtype)
         if not self._is_matrix:
             return y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
         # Added to a matrix, which cuBLAS does within the product.
@@ -244,7 +249,7 @@ class Linear(nnx.Module):
         """Returns True if each device uses the entire kernel in a plain product of two matrices."""
         split = any(self.partitioning.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Concatenating dequantized kernels would write them to memory.
-        return not split and self.matmul != 'fp8' and self.weights is None and not self.is_transposed
+        return not split and self.matmul == 'default' and self.weights is None and not self.is_transposed
 
 
 @jax.custom_vjp

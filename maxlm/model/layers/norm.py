@@ -61,25 +61,31 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.partitioning is not None:
-            return self._run_kernel(x, None, returns_sum=False)[1]
+            return self._run_kernel(x, None, None, returns_sum=False)[1]
         with jax.named_scope('norm'):
             return normalize(x, *self._parameters(), self.kind)
 
-    def add_and_normalize(self, stream: jax.Array, branch: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def add_and_normalize(
+        self, stream: jax.Array, branch: jax.Array | None, branch_bias: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns stream + branch, and this sum normalized; without a branch, the stream and the normalized stream.
 
-        A caller that uses the sum afterwards should use the returned one: a kernel then adds its gradient.
+        A caller that uses the sum afterwards should use the returned one: a kernel then adds its gradient. It also
+        computes the gradient of `branch_bias`, which the branch contains without a gradient.
         """
         if self.partitioning is not None:
-            return self._run_kernel(stream, branch, returns_sum=True)
+            return self._run_kernel(stream, branch, branch_bias, returns_sum=True)
+        assert branch_bias is None, 'only the kernels compute the gradient of the bias'
         stream = stream if branch is None else stream + branch
         return stream, self(stream)
 
-    def _run_kernel(self, stream: jax.Array, branch: jax.Array | None, *, returns_sum: bool) -> tuple[Any, jax.Array]:
+    def _run_kernel(
+        self, stream: jax.Array, branch: jax.Array | None, branch_bias: jax.Array | None, *, returns_sum: bool
+    ) -> tuple[Any, jax.Array]:
         assert self.partitioning is not None
         norm = FusedNorm(self.kind.is_centered, self.kind.epsilon, returns_sum, self.partitioning)
         with jax.named_scope('norm'):
-            return add_and_normalize(stream, branch, *self._parameters(), norm)
+            return add_and_normalize(stream, branch, *self._parameters(), branch_bias, norm)
 
     def _parameters(self) -> tuple[jax.Array | None, jax.Array | None]:
         scale, bias = (None if param is None else param[...] for param in (self.scale, self.bias))

@@ -8,7 +8,7 @@ Results are deterministic: every program of the backward kernel sums the gradien
 adds the sums of all programs.
 
 Shapes: R rows, D normalized axis, W width of a tile (D rounded up to a power of two), N rows of a tile, P programs of
-the backward kernel, M parameters (scale and bias).
+the backward kernel, M parameters (scale, bias, and bias of the branch).
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class FusedNorm(NamedTuple):
     partitioning: Partitioning
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def add_and_normalize(
     stream_RD: jax.Array,
     branch_RD: jax.Array | None,
     scale_D: jax.Array | None,
     bias_D: jax.Array | None,
+    branch_bias_D: jax.Array | None,
     norm: FusedNorm,
 ) -> tuple[jax.Array | None, jax.Array]:
     """Returns the stream plus the branch, and the normalized sum, as `maxlm.model.layers.norm.normalize` computes it.
@@ -65,9 +66,11 @@ def add_and_normalize(
         branch_RD: output of the branch, in the dtype of the stream; None means 0.
         scale_D: factors, float32; None means 1.
         bias_D: summands, float32; None means 0.
+        branch_bias_D: bias that the branch contains already, without a gradient: only receives its gradient, the sum of
+            the branch's over the rows. None: there is no such bias.
         norm: properties of the normalization. Without `returns_sum`, the first result is None.
     """
-    return _forward(stream_RD, branch_RD, scale_D, bias_D, norm)[0]
+    return _forward(stream_RD, branch_RD, scale_D, bias_D, branch_bias_D, norm)[0]
 
 
 def _forward(
@@ -75,6 +78,7 @@ def _forward(
     branch_RD: jax.Array | None,
     scale_D: jax.Array | None,
     bias_D: jax.Array | None,
+    branch_bias_D: jax.Array | None,
     norm: FusedNorm,
 ) -> tuple[tuple[jax.Array | None, jax.Array], Any]:
     inputs = _present(stream=stream_RD, branch=branch_RD, scale=scale_D, bias=bias_D)
@@ -86,14 +90,16 @@ def _forward(
     found = _per_device(_run_forward, inputs, outputs, norm)
     sum_RD = found.get('sum', stream_RD)
     kept = _present(stream=sum_RD, inverse=found['inverse'], mean=found.get('mean'), scale=scale_D, bias=bias_D)
-    # Residuals must be arrays, so an empty tuple stands for the branch.
-    return (sum_RD if norm.returns_sum else None, found['normed']), (kept, None if branch_RD is None else ())
+    # Residuals must be arrays, so an empty tuple stands for the branch and for its bias.
+    of_branch = tuple(None if array is None else () for array in (branch_RD, branch_bias_D))
+    return (sum_RD if norm.returns_sum else None, found['normed']), (kept, *of_branch)
 
 
 def _backward(norm: FusedNorm, residuals: Any, gradients: tuple[jax.Array | None, jax.Array]) -> tuple[Any, ...]:
-    kept, branch = residuals
+    kept, branch, branch_bias = residuals
     of_sum_RD, of_normed_RD = gradients
     names = [name for name in ('scale', 'bias') if name in kept]
+    names += [] if branch_bias is None else ['branch_bias']
     inputs = {name: array for name, array in kept.items() if name != 'bias'}
     inputs |= _present(of_normed=of_normed_RD, of_sum=of_sum_RD)
     outputs: dict[str, Axes] = {'of_stream': STREAM_AXES}
@@ -103,7 +109,7 @@ def _backward(norm: FusedNorm, residuals: Any, gradients: tuple[jax.Array | None
     of_parameters = dict(zip(names, found['sums'].sum((0, 1, 2)), strict=True)) if names else {}
     of_stream_RD = found['of_stream']
     of_branch_RD = None if branch is None else of_stream_RD
-    return of_stream_RD, of_branch_RD, of_parameters.get('scale'), of_parameters.get('bias')
+    return of_stream_RD, of_branch_RD, *(of_parameters.get(name) for name in ('scale', 'bias', 'branch_bias'))
 
 
 add_and_normalize.defvjp(_forward, _backward)
@@ -308,7 +314,6 @@ def _backward_kernel(
         normed_NW = normed_NW * inverse_N1
         # In columns beyond the array, the gradient is 0.
         of_parameters = {'scale': g_NW * normed_NW, 'bias': g_NW}
-        sums = {name: total_NW + of_parameters[name] for name, total_NW in sums.items()}
         if scale_1W is not None:
             g_NW = g_NW * scale_1W
         of_x_NW = g_NW - normed_NW * _mean(g_NW * normed_NW, shape)
@@ -318,7 +323,8 @@ def _backward_kernel(
         if 'of_sum' in inputs:
             of_x_NW = of_x_NW + tile.load(inputs['of_sum'])
         tile.store(outputs['of_stream'], of_x_NW)
-        return sums
+        of_parameters['branch_bias'] = of_x_NW
+        return {name: total_NW + of_parameters[name] for name, total_NW in sums.items()}
 
     zeros = {name: jnp.zeros((shape.N, shape.W), jnp.float32) for name in names}
     sums = jax.lax.fori_loop(0, tiles, add_tile, zeros)

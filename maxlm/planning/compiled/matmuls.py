@@ -1,4 +1,4 @@
-"""Counts the operations of matrix products in compiled programs: dot, convolution and cuBLAS calls."""
+"""Counts the operations of matrix products in compiled programs: dot, convolution, and calls of cuBLAS and cuDNN."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from maxlm.planning.compiled.hlo import Array, Instruction
 
 _WINDOW = re.compile(r', window=\{([^}]*)\}')
+_LIBRARY = re.compile(r'custom_call_target="(__cublas\$|__cudnn\$blockScaledDot)')
 _LABELS = re.compile(r'dim_labels=(\w+)_(\w+)->(\w+)')
 
 
@@ -39,14 +40,17 @@ def product_flops(instruction: Instruction, operands: list[Array]) -> float:
         return _contraction(instruction, operands[0], r'lhs_contracting_dims=\{([\d,]*)\}')
     if instruction.opcode == 'convolution':
         return _convolution(instruction, operands)
+    if 'blockScaledDot' in instruction.attributes and is_library_product(instruction):
+        # It multiplies the last axes of [B, M, K] and [B, N, K].
+        return 2.0 * instruction.arrays[0].size * operands[0].dims[-1]
     if is_library_product(instruction):
         return _contraction(instruction, operands[0], r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
     return 0.0
 
 
 def is_library_product(instruction: Instruction) -> bool:
-    """Returns True if the instruction calls cuBLAS."""
-    return instruction.opcode.startswith('custom-call') and 'custom_call_target="__cublas$' in instruction.attributes
+    """Returns True if the instruction calls cuBLAS, or cuDNN for a product in MXFP8."""
+    return instruction.opcode.startswith('custom-call') and bool(_LIBRARY.search(instruction.attributes))
 
 
 def _contraction(instruction: Instruction, lhs: Array, pattern: str) -> float:

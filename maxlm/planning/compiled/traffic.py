@@ -118,7 +118,7 @@ class _Reader:
             elif opcode.startswith(('call', 'async-start')):
                 name = instruction.called.get('calls') or instruction.called['to_apply']
                 yield from self.kernels(Scope(self.module.computations[name], instruction, scope), times)
-            elif opcode not in _FREE and not opcode.endswith(('-done', '-update')):
+            elif opcode not in _FREE and not opcode.endswith(('-done', '-update')) and not _is_allocation(instruction):
                 size = self._bytes(instruction, scope.computation)
                 if size:
                     yield Traffic(instruction.name, self._cause(instruction, scope.computation), size, times)
@@ -234,6 +234,11 @@ class _Reader:
         while root.opcode in ('tuple', 'bitcast') and root.operands:
             root = fused[root.operands[0]]
         return root
+
+
+def _is_allocation(instruction: Instruction) -> bool:
+    """Returns True for the custom call of `jax.lax.empty`, which writes nothing."""
+    return 'custom_call_target="AllocateBuffer"' in instruction.attributes
 
 
 def _size(instruction: Instruction) -> float:

@@ -31,7 +31,7 @@ from maxlm.planning.estimate.work import (
     tokens_per_device,
     update_bytes,
 )
-from maxlm.training.flops import CUDNN_KERNELS
+from maxlm.training.flops import GPU_KERNELS
 
 # Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
 GRADIENT_SUM = 10.4
@@ -48,6 +48,9 @@ EXPERT_ACTIVATION, EXPERT_ACTIVATION_BACKWARD = 3, 4
 # add a multiple of the first input, whose gradient is a sum over layers. KEPT: to keep the stream of one layer in a
 # loop. Counted from the operations.
 SCALED, ADDED, KEPT = 5, 4, 7
+# Arrays of the model width that `model.norm_kernel=pallas` saves for each input of a residual branch in unrolled layers
+# without rematerialization. From two programs of configs/1b.py, benchmarks/results/norm_kernel_programs.json.
+NORM_KERNEL = 2.9
 
 
 class Features(NamedTuple):
@@ -93,6 +96,8 @@ def estimate_gpu_traffic(config: Config) -> float:
         found = sum(factor * size for factor, size in zip(coefficients, features(config, kind), strict=True))
         scaled, added = model.residual_scale or model.embedding_residual, model.embedding_residual
         kept = model.backout_layer >= 0 and model.scan_layers
+        if model.norm_kernel == 'pallas' and not model.scan_layers and saved == 'all':
+            found -= NORM_KERNEL * features(config, kind).stream
         found += model.dim * (SCALED * scaled + ADDED * added + KEPT * kept)
         if kind.num_experts and not coefficients.feed_forward:
             arrays = EXPERT_ACTIVATION * forward_passes(config) + EXPERT_ACTIVATION_BACKWARD
@@ -154,5 +159,5 @@ def _loss_bytes(config: Config) -> float:
 
 def _unfused_attention_bytes(config: Config) -> float:
     """Returns the bytes per token and block of scores, which only a fused kernel does not write."""
-    is_fused = config.model.attention in CUDNN_KERNELS and config.mesh.context == 1
+    is_fused = config.model.attention in GPU_KERNELS and config.mesh.context == 1
     return 0.0 if is_fused else score_bytes(config, None)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.model.layers.mxfp8 import BLOCK
 from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, value_elements, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers
@@ -30,7 +31,7 @@ from maxlm.planning.estimate.experts import (
 from maxlm.planning.estimate.state_bytes import planned_state_bytes
 from maxlm.planning.estimate.transfers import Transfer
 from maxlm.training.flops import (
-    CUDNN_KERNELS,
+    GPU_KERNELS,
     RECOMPUTED,
     attended_positions,
     attention_forwards,
@@ -86,7 +87,7 @@ def estimate_work(config: Config, capability: tuple[int, int] | None = None) -> 
         + _head_flops(config, tokens)
         + _muon_flops(config)
         + _teacher_flops(config, tokens, is_gpu=is_gpu),
-        fp8_flops=in_blocks if config.model.matmul_precision == 'fp8' else 0.0,
+        fp8_flops=0.0 if config.model.matmul_precision == 'default' else in_blocks,
         attention_flops=_attention_flops(config, tokens, capability),
         memory_bytes=_activation_bytes(config, tokens, capability)
         + _weight_bytes(config)
@@ -291,16 +292,20 @@ def _forward_bytes(config: Config, kind: ModelConfig) -> float:
 def quantization_bytes(config: Config) -> float:
     """Returns the bytes per token and block of the quantization to FP8.
 
-    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits.
+    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. For
+    MXFP8 they are read and written once for each of two products.
     """
     model, tensor = config.model, config.mesh.tensor
-    if model.matmul_precision != 'fp8':
+    if model.matmul_precision == 'default':
         return 0.0
     heads, kv_heads = (number * model.head_dim / tensor for number in (model.num_heads, model.num_kv_heads))
     gates = 2 if model.activation in GATED_ACTIVATIONS else 1
     inputs = 2 * model.dim + heads + model.ffn_dim / tensor
     outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / tensor
-    return (2 * jnp.dtype(model.dtype).itemsize + 1) * (inputs * forward_passes(config) + outputs)
+    width = jnp.dtype(model.dtype).itemsize
+    if model.matmul_precision == 'mxfp8':
+        return (width + 1 + 1 / BLOCK) * (inputs * (forward_passes(config) + 1) + 2 * outputs)
+    return (2 * width + 1) * (inputs * forward_passes(config) + outputs)
 
 
 def score_bytes(config: Config, capability: tuple[int, int] | None, *, is_forward: bool = False) -> float:
@@ -310,7 +315,7 @@ def score_bytes(config: Config, capability: tuple[int, int] | None, *, is_forwar
     scores = model.num_heads / mesh.tensor * attended_positions(config, capability)
     if model.attention == 'splash':
         return 0.0
-    if mesh.context == 1 and model.attention in CUDNN_KERNELS:
+    if mesh.context == 1 and model.attention in GPU_KERNELS:
         # The mask, which is added to the scores of each head, forward and backward.
         return (1 if is_forward else 2) * width * scores if needs_mask(config, capability) else 0.0
     # Forward: scores are written in float32 and read for maximum and sum; the weights are written and read. Backward:

@@ -33,28 +33,31 @@ def training_answers(config: Config) -> list[KnownAnswer]:
 
     Attention over a sharded sequence (mesh.context) is not tested.
     """
-    model, mesh, length = config.model, config.mesh, config.data.seq_len
-    tokens = config.train.per_device_batch_size * length // mesh.context
-    answers = []
-    if mesh.context == 1:
-        answers = [
-            attention_answer(
-                model,
-                rows=config.train.per_device_batch_size,
-                length=length,
-                window=window,
-                has_documents=config.data.document_mask,
-                heads=_heads(model, mesh),
-                is_pipelined=mesh.stage > 1,
-            )
-            for window in sorted(set(layer_windows(model)))
-        ]
+    model, mesh = config.model, config.mesh
+    tokens = config.train.per_device_batch_size * config.data.seq_len // mesh.context
+    answers = [] if mesh.context > 1 else list(attention_answers(config).values())
     vocab_size = padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor
     answers.append(loss_answer(config, tokens=tokens, vocab_size=vocab_size))
     answers += _layers(model, mesh, min(tokens, MAX_ROWS))
     if model.num_experts and not model.expert_capacity_factor:
         answers += _experts(model, mesh)
     return answers
+
+
+def attention_answers(config: Config) -> dict[int, KnownAnswer]:
+    """Returns the attention of the steps of a resolved config, by the window of a layer."""
+    return {
+        window: attention_answer(
+            config.model,
+            rows=config.train.per_device_batch_size,
+            length=config.data.seq_len,
+            window=window,
+            has_documents=config.data.document_mask,
+            heads=_heads(config.model, config.mesh),
+            is_pipelined=config.mesh.stage > 1,
+        )
+        for window in sorted(set(layer_windows(config.model)))
+    }
 
 
 def serving_answers(config: Config, *, max_context: int, int8_cache: bool) -> list[KnownAnswer]:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.model.layers import fp8
+from maxlm.model.layers import fp8, mxfp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
 from maxlm.model.layers.norm import NormKind, normalize
@@ -51,7 +51,7 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
     graph, state = nnx.split(linear)
     # Codes have no gradient.
     names = ('product', 'gradient of the inputs', 'gradient of the kernel')[: 2 if weights else 3]
-    is_fp8 = model.matmul_precision == 'fp8'
+    is_fp8, is_mxfp8 = (model.matmul_precision == kind for kind in ('fp8', 'mxfp8'))
 
     def run(do_RO: jax.Array, x_RI: jax.Array, state: nnx.State[Any, Any]) -> tuple[jax.Array, ...]:
         if weights is not None:
@@ -69,16 +69,19 @@ def product_answer(model: ModelConfig, rows: int, inputs: int, outputs: int) -> 
             kernel_IO = dequantize(codes, 1, weights.kind, x_RI.dtype)
         if is_fp8:
             do_RO, x_RI = _rounded(do_RO, fp8.E5M2), _rounded(x_RI, fp8.E4M3)
+        if is_mxfp8:
+            return _exact_in_mxfp8(do_RO, x_RI, kernel_IO)
         do_RO, x_RI, kernel_IO = floats(do_RO, x_RI, kernel_IO)
         return (x_RI @ kernel_IO, do_RO @ kernel_IO.T, x_RI.T @ do_RO)[: len(names)]
 
-    stored_as = model.weight_quantization if weights else 'fp8' if is_fp8 else model.dtype
-    remedy = {'fp8': 'set model.matmul_precision=default'}.get(stored_as, OTHER_VERSIONS)
+    is_8_bits = is_fp8 or is_mxfp8
+    stored_as = model.weight_quantization if weights else model.matmul_precision if is_8_bits else model.dtype
+    remedy = 'set model.matmul_precision=default' if is_8_bits else OTHER_VERSIONS
     if weights:
         remedy = 'choose another weight quantization, or none'
     shape = f'{rows:,} × {inputs:,} × {outputs:,}'
     # The gradients accumulate in float32.
-    tolerance = inputs / FP8_SUM_LENGTH * 2.0**-FP8_SUM_BITS if is_fp8 else 0.0
+    tolerance = inputs / FP8_SUM_LENGTH * 2.0**-FP8_SUM_BITS if is_8_bits else 0.0
     kernel = f'product in {stored_as}'
     return KnownAnswer(kernel, shape, run, exact, (do_RO, x_RI, state), names, model.dtype, remedy, tolerance)
 
@@ -123,6 +126,15 @@ def activation_answer(model: ModelConfig, rows: int, width: int) -> KnownAnswer:
     names = ('output', *(f'gradient of input {number}' for number in range(1, count)))
     shape = f'{rows:,} × {width:,}'
     return KnownAnswer(model.activation, shape, run, exact, tuple(arrays), names, model.dtype, OTHER_VERSIONS)
+
+
+def _exact_in_mxfp8(do_RO: jax.Array, x_RI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the products of the values in MXFP8, whose blocks are along the contracted axes."""
+
+    def product(a_RK: jax.Array, b_SK: jax.Array) -> jax.Array:
+        return mxfp8.rounded(a_RK) @ mxfp8.rounded(b_SK).T
+
+    return product(x_RI, kernel_IO.T), product(do_RO, kernel_IO), product(x_RI.T, do_RO.T)
 
 
 def _rounded(x: jax.Array, kind: type) -> jax.Array:

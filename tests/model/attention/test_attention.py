@@ -85,7 +85,13 @@ class Sharded(SingleDevice):
 
 @pytest.mark.parametrize(
     ('attention', 'kernel'),
-    [('xla', 'chunked'), ('cudnn', 'cudnn'), ('cudnn_mask', 'cudnn_mask'), ('splash', 'splash')],
+    [
+        ('xla', 'chunked'),
+        ('cudnn', 'cudnn'),
+        ('cudnn_mask', 'cudnn_mask'),
+        ('splash', 'splash'),
+        ('tokamax', 'tokamax'),
+    ],
 )
 def test_the_kernel_follows_the_config_and_the_mesh(attention, kernel):
     config = dataclasses.replace(small_config().model, attention=attention)

@@ -34,7 +34,9 @@ def use_formulas(monkeypatch):
         g = g * _row(inputs['scale'], x) if 'scale' in inputs else g
         of_x = g - normed * (g * normed).mean(-1, keepdims=True)
         of_x = (of_x - g.mean(-1, keepdims=True) * norm.is_centered) * inputs['inverse'][..., None]
-        found = {'of_stream': (of_x + inputs.get('of_sum', 0)).astype(inputs['stream'].dtype)}
+        of_x = of_x + inputs.get('of_sum', 0)
+        sums['branch_bias'] = of_x.sum(rows)
+        found = {'of_stream': of_x.astype(inputs['stream'].dtype)}
         if names:
             found['sums'] = jnp.stack([sums[name] for name in names])[None, None, None]
         return {name: found[name] for name in outputs}

@@ -20,7 +20,12 @@ from tests.small import small_config, small_layout
 EPSILON = 0.5
 
 
-def definition(stream, branch, scale, bias, *, is_centered):
+def definition(stream, branch, scale, bias, branch_bias=None, *, is_centered):
+    if branch_bias is not None:
+        # The branch contains the bias already.
+        zero = branch_bias - jax.lax.stop_gradient(branch_bias)
+        zero = zero.reshape((1,) * (branch.ndim - 1) + zero.shape)
+        branch = (branch.astype(np.float32) + zero).astype(branch.dtype)
     total = stream if branch is None else stream + branch
     return total, norm_by_definition(total, scale, bias, is_centered=is_centered, epsilon=EPSILON)
 
@@ -79,6 +84,7 @@ def test_kernels_equal_the_definition(small_tiles, norm, rows, dtype):
         normal(1, shape, dtype) if has_branch else None,
         normal(2, shape[-1:]) if has_scale else None,
         normal(3, shape[-1:]) if has_bias else None,
+        normal(4, shape[-1:]) if has_branch and has_scale else None,
     )
     plan = FusedNorm(is_centered, EPSILON, True, SINGLE_DEVICE)
     found = pulled(lambda *args: add_and_normalize(*args, plan), arguments)
@@ -88,7 +94,7 @@ def test_kernels_equal_the_definition(small_tiles, norm, rows, dtype):
 def test_a_norm_without_the_stream_has_one_result(small_tiles):
     x, scale = normal(0, (1, 37, 24)), normal(1, (24,))
     plan = FusedNorm(True, EPSILON, False, SINGLE_DEVICE)
-    found = pulled(lambda x, scale: add_and_normalize(x, None, scale, None, plan)[1:], (x, scale))
+    found = pulled(lambda x, scale: add_and_normalize(x, None, scale, None, None, plan)[1:], (x, scale))
     expected = pulled(lambda x, scale: definition(x, None, scale, None, is_centered=True)[1:], (x, scale))
     assert_close(found, expected, 'float32')
 
@@ -96,7 +102,7 @@ def test_a_norm_without_the_stream_has_one_result(small_tiles):
 def test_the_kernels_keep_the_sum_and_its_statistics():
     stream, branch, scale = normal(0, (6, 32), 'bfloat16'), normal(1, (6, 32), 'bfloat16'), normal(2, (32,))
     plan = FusedNorm(True, EPSILON, True, SINGLE_DEVICE)
-    _, pull_back = jax.vjp(lambda *args: add_and_normalize(*args, scale, None, plan), stream, branch)
+    _, pull_back = jax.vjp(lambda *args: add_and_normalize(*args, scale, None, None, plan), stream, branch)
     kept = sum(array.nbytes for array in jax.tree.leaves(pull_back))
     assert kept == stream.nbytes + scale.nbytes + 2 * 4 * 6
 
@@ -117,7 +123,7 @@ def test_a_norm_with_kernels_equals_that_of_xla(settings):
 def test_each_device_normalizes_its_rows(axis):
     config = small_config(num_devices=2, **{'mesh__fsdp': 1, f'mesh__{axis}': 2})
     layout = small_layout(config)
-    arguments = (normal(0, (2, 8, 32)), normal(1, (2, 8, 32)), normal(2, (32,)), normal(3, (32,)))
+    arguments = (*(normal(seed, (2, 8, 32)) for seed in (0, 1)), *(normal(seed, (32,)) for seed in (2, 3, 4)))
     sharded = [
         jax.device_put(x, layout.named(*(('batch', 'length', 'activation') if x.ndim == 3 else ('norm',))))
         for x in arguments
@@ -126,8 +132,8 @@ def test_each_device_normalizes_its_rows(axis):
     expected = pulled_back(FusedNorm(True, EPSILON, True, SINGLE_DEVICE), *arguments)
     assert_close(run(*sharded), expected, 'float32')
     reduced = [line for line in run.lower(*sharded).compile().as_text().splitlines() if ' all-reduce(' in line]
-    # Only the gradients of scale and bias are summed over the devices.
-    assert all('f32[2,32]' in line for line in reduced)
+    # Only the gradients of scale, bias and the branch's bias are summed over the devices.
+    assert all('f32[3,32]' in line for line in reduced)
     assert len(reduced) == (axis != 'tensor')
 
 

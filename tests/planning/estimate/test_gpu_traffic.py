@@ -52,6 +52,20 @@ def test_modules_and_teachers_add_the_traffic_of_the_programs(name):
     assert added / 1e9 == pytest.approx(ADDED[name], rel=0.20)
 
 
+def test_norm_kernels_save_the_traffic_of_the_programs():
+    recorded = json.loads((ROOT / 'benchmarks/results/norm_kernel_programs.json').read_text())['programs']
+    saved = {}
+    for entry in recorded:
+        target = parse_target(entry['target'])
+        for kernel in ('xla', 'pallas'):
+            config = resolve_for(
+                target, str(ROOT / entry['config']), (*entry['overrides'], f'model.norm_kernel={kernel}')
+            )
+            saved[kernel] = estimate_gpu_traffic(config)
+        before, after = (entry[kernel]['traffic'] for kernel in ('xla', 'pallas'))
+        assert saved['xla'] - saved['pallas'] == pytest.approx(before - after, rel=0.3), entry['config']
+
+
 def test_an_unrolled_program_moves_less_than_a_loop():
     """Control: the estimate depends on the settings that the programs differ in."""
     target = parse_target('h100:1')

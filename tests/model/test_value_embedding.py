@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.kv_cache import init_caches
-from maxlm.model.layers.value_embedding import value_layers
+from maxlm.model.value_embedding import value_layers
 from tests.parameters import decoder_graph, logits, random_params
 from tests.small import EXPERTS, model_keys, small_batch, small_config
 
