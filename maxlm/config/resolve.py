@@ -8,18 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxlm.config.loading import build, default
-from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
+from maxlm.config.mesh import check_layout, check_stages, padded_vocabulary, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.config.sections.model import AttentionKernel, ExpertMatmul
+from maxlm.config.sections.model import NO_FP8, AttentionKernel, ExpertMatmul
 from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
 
 # Minimum compute capability of GPUs with FP8 matrix products (Ada; Hopper has 9.0). The dimensions of these products
 # must be multiples of FP8_MULTIPLE.
-FP8_CAPABILITY = (8, 9)
-FP8_MULTIPLE = 16
+FP8_CAPABILITY, FP8_MULTIPLE = (8, 9), 16
 # Splash attention needs sequence lengths that are multiples of the width of a TPU's vector unit.
 SPLASH_MULTIPLE = 128
 # Major compute capabilities of GPUs with a deterministic backward pass of cuDNN's attention: Hopper and Blackwell.
@@ -181,7 +180,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         dtype=config.model.dtype,
         attention='auto',
         norm_kernel='xla',
-        matmul_precision='default',
+        **NO_FP8,
         remat_policy='none',
         dropout=0.0,
         mtp_depth=0,
@@ -229,7 +228,7 @@ def resolve_on(
     kernel = _attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
     model = dataclasses.replace(model, attention=kernel, expert_matmul=_expert_matmul('auto', platform, mesh))
     if not _multiplies_fp8(platform, capability):
-        model = dataclasses.replace(model, matmul_precision='default')
+        model = dataclasses.replace(model, **NO_FP8)
     micro_batch = max(1, config.train.per_device_batch_size)
     config = dataclasses.replace(
         config,
@@ -265,6 +264,8 @@ def _check_matmul(config: Config, platform: str, capability: tuple[int, int] | N
         'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
         'model.ffn_dim': model.ffn_dim // parts,
     }
+    if model.fp8_head:
+        sizes['model.vocab_size'] = padded_vocabulary(model.vocab_size, parts) // parts
     if model.kv_lora_rank:
         sizes['model.q_lora_rank'] = model.q_lora_rank
         sizes['model.kv_lora_rank'] = model.kv_lora_rank

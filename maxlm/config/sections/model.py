@@ -20,6 +20,8 @@ Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
 NormKernel = Literal['xla', 'pallas']
 AttentionKernel = Literal['auto', 'xla', 'cudnn', 'cudnn_mask', 'splash']
+# Values of the keys of FP8 products for a model without them.
+NO_FP8: dict[str, Any] = {'matmul_precision': 'default', 'fp8_scaling': 'current', 'fp8_head': False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +216,13 @@ class ModelConfig:
     # Matrix products of the blocks' projections. default: in the compute dtype; fp8: 8-bit floats in forward and
     # backward pass (maxlm/model/layers/fp8.py). fp8 needs Ada, Hopper or newer GPUs; CPUs emulate it slowly.
     matmul_precision: Annotated[Literal['default', 'fp8'], Renamed('matmul')] = 'default'
+    # Scales of fp8 products. current: from the array itself; delayed: from the largest elements of the last
+    # fp8_history steps, in training only (docs/performance.md).
+    fp8_scaling: Literal['current', 'delayed'] = 'current'
+    # Number of steps whose largest elements determine the scales of fp8_scaling=delayed.
+    fp8_history: Annotated[int, Range(1, 1024)] = 16
+    # Also use fp8 for the products of the head and their gradients, in the training loss only.
+    fp8_head: bool = False
     # Storage of the blocks' kernels. float: float32; others: as written by maxlm quantize
     # (maxlm/model/layers/weight_only_quantization.py). Training with them requires lora_rank and quantizes the kernels
     # of train.init_from (Dettmers et al. 2023, "QLoRA").

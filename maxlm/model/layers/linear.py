@@ -36,6 +36,9 @@ MIN_FUSED_ROWS = 1024
 MIN_TRANSPOSED_INPUTS = 256
 # Largest number of rows for which the transposed kernel is the first factor of a product.
 MAX_TRANSPOSED_ROWS = 256
+# Names of the arrays of a projection that delayed scaling adds to the parameters: the kernel in E4M3 as bytes, and the
+# scales, [3].
+FP8_KERNEL, FP8_SCALES = 'fp8_kernel', 'fp8_scales'
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -90,6 +93,8 @@ class Linear(nnx.Module):
             lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
         self.lora_a, self.lora_b = lora_a, lora_b
         self.weights: Weights | None = None
+        self.fp8_kernel: nnx.Variable | None = None
+        self.fp8_scales: nnx.Variable | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
         self.is_transposed = False
         self.num_in = len(in_shape)
@@ -115,12 +120,29 @@ class Linear(nnx.Module):
         self.kernel_codes = nnx.Param(found.codes, axes=self.codes_axes)
         self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
 
+    def add_delayed_scaling(self) -> tuple[int, ...]:
+        """Adds `FP8_KERNEL` and `FP8_SCALES` to a projection of abstract arrays; training sets their values.
+
+        Returns:
+            The shape of the scales, [..., 3], with the axes over which the projection is stacked.
+        """
+        shape = self.kernel.shape
+        scales_shape = (*shape[: len(shape) - len(self.axes)], len(fp8.SCALED))
+        self.fp8_kernel = nnx.data(nnx.Variable(jax.ShapeDtypeStruct(shape, jnp.uint8)))
+        self.fp8_scales = nnx.data(nnx.Variable(jax.ShapeDtypeStruct(scales_shape, jnp.float32)))
+        return scales_shape
+
     @property
     def should_be_transposed(self) -> bool:
         """Returns True if the kernel should be transposed on a CPU. Quantized and FP8 kernels should not."""
         return self.weights is None and self.matmul != 'fp8' and should_transpose(self.num_inputs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def quantized_input(self, x: jax.Array) -> fp8.DelayedScaling | None:
+        """Returns an input in E4M3, which projections of the same input share; None without delayed scaling."""
+        return None if self.fp8_scales is None else fp8.quantize_input(self._rows(x), self.fp8_scales[...])
+
+    def __call__(self, x: jax.Array, quantized: fp8.DelayedScaling | None = None) -> jax.Array:
+        """Returns the projection of x. `quantized` is its `quantized_input` of this or another projection."""
         rows = x.shape[: x.ndim - self.num_in]
         flat = self.num_inputs
         if self.weights is not None:
@@ -129,15 +151,26 @@ class Linear(nnx.Module):
         kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8':
             # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
-            codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+            codes, delayed = self._fp8_codes(), quantized or self.quantized_input(x)
             codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
-            x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
-            y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
+            if delayed is not None and self.fp8_scales is not None:
+                delayed = delayed._replace(scales=self.fp8_scales[...])
+            y = fp8.product(self._rows(x), kernel.reshape(flat, -1), codes, delayed)
         elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat))
         else:
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+
+    def _fp8_codes(self) -> fp8.Fp8Codes:
+        """Returns the kernel in E4M3, which training with delayed scaling quantizes once per step."""
+        if self.fp8_kernel is None or self.fp8_scales is None:
+            return fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+        return fp8.Fp8Codes(self.fp8_kernel[...], jax.lax.stop_gradient(self.fp8_scales[...])[1])
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Returns x with flattened inputs, as a matrix if `_is_matrix`."""
+        return x.reshape(*([-1] if self._is_matrix else x.shape[: x.ndim - self.num_in]), self.num_inputs)
 
     @property
     def _is_matrix(self) -> bool:
@@ -281,7 +314,8 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
-        return [linear(copy) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
+        quantized = linears[0].quantized_input(x)
+        return [linear(copy, quantized) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
