@@ -49,7 +49,8 @@ def compiled(**overrides):
 
 
 def start(config, layout):
-    return first_state(config, layout, std=0.02)
+    state, shapes = first_state(config, layout, std=0.02), abstract_state(config, layout)
+    return jax.tree.map(lambda array, shape: jax.device_put(array, shape.sharding), state, shapes)
 
 
 def run(steps=STEPS, **overrides):
