@@ -137,7 +137,10 @@ def _backward(kept: tuple[Any, ...], gradient: jax.Array) -> tuple[jax.Array, ja
     else:
         largest, scales = recorded
         codes = quantize(gradient, E5M2, scales[2])
-        maxima = DelayedScaling(None, None, jnp.stack([largest, jnp.zeros(()), _largest_element(gradient)]))
+        # None stands for the gradients of codes and of the largest element, which have none.
+        no_gradient: Any = None
+        of_scales = jnp.stack([largest, jnp.zeros(()), _largest_element(gradient)])
+        maxima = DelayedScaling(no_gradient, no_gradient, of_scales)
     # Errors of gradients accumulate over the steps, so their sums use float32.
     precision = jax.lax.Precision.HIGHEST
     x_gradient = multiply(Rounded(codes, E5M2, [len(rows)]), Rounded(kernel_IO, E4M3, [1]), kind, precision)
