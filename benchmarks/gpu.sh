@@ -154,6 +154,10 @@ done
 measure 1b_batch4 60 configs/1b.py "${few[@]}" "${short[@]}" --config.train.per_device_batch_size=4
 measure 1b_batch16 60 configs/1b.py "${few[@]}" "${short[@]}" --config.train.per_device_batch_size=16
 measure 1b_documents_visible 40 configs/1b.py "${few[@]}" "${short[@]}" --config.data.document_mask=false
+# Delayed scaling, alone and with the head.
+delayed=(--config.model.matmul_precision=fp8 --config.model.fp8_scaling=delayed)
+measure 1b_fp8_delayed 150 configs/1b.py "${learning[@]}" "${delayed[@]}" --beside="$out/1b.json"
+measure 1b_fp8_head 150 configs/1b.py "${learning[@]}" "${delayed[@]}" --config.model.fp8_head=true --beside="$out/1b.json"
 measure xlarge_fp8 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}" --config.model.matmul_precision=fp8
 measure 7b_8layers_fp8 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \
   --config.train.per_device_batch_size=4 --config.model.matmul_precision=fp8

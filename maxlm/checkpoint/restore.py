@@ -25,6 +25,7 @@ from maxlm.checkpoint.params import check_tree, copy_params, read_arrays, verify
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
+from maxlm.training.fp8_history import fp8_history_from_json, fp8_history_to_json
 from maxlm.training.loss_scale import LossScale
 from maxlm.training.spike_guard import spike_window_from_json, spike_window_to_json
 from maxlm.training.state import TrainState
@@ -78,6 +79,8 @@ def progress_of(
         progress |= {'loss_scale': float(state.loss_scale.scale), 'good_steps': int(state.loss_scale.good_steps)}
     if state.spike_window is not None:
         progress['window'] = spike_window_to_json(state.spike_window)
+    if state.fp8_history is not None:
+        progress['fp8_history'] = fp8_history_to_json(state.fp8_history)
     # JSON has no infinity, and a non-finite loss cannot rank checkpoints.
     if validation_loss is not None and np.isfinite(validation_loss):
         progress[VALIDATION_LOSS] = validation_loss
@@ -117,14 +120,20 @@ def restore_step(path: epath.Path, abstract: TrainState, *, loss_scale: float = 
         # A step of a run with another window size contains a shorter or longer window, or none.
         config = GuardConfig(spike_window=abstract.spike_window.good_QW.shape[1])
         spike_window = spike_window_from_json(progress.get('window'), config)
-    step, skipped, scale, spike_window = jax.device_put((*counters, scale, spike_window), abstract.step.sharding)
+    history = None
+    if abstract.fp8_history is not None:
+        history = fp8_history_from_json(progress.get('fp8_history'), abstract.fp8_history.shape)
+    replicated = (*counters, scale, spike_window, history)
+    step, skipped, scale, spike_window, history = jax.device_put(replicated, abstract.step.sharding)
     ema = trees.get('ema')
     if abstract.ema is not None and ema is None:
         logger.info(
             f'step {path.name} was saved without an EMA of the parameters: initializing the EMA to the parameters'
         )
         ema = copy_params(trees['params'])
-    state = TrainState(step, skipped, trees['params'], trees['optimizer'], ema, scale, spike_window)
+    state = TrainState(
+        step, skipped, trees['params'], trees['optimizer'], ema, scale, spike_window, fp8_history=history
+    )
     return RestoredState(state, fingerprint, progress.get('history') or {}, trees.get(SOURCE, {}))
 
 

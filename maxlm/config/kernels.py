@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, MeshConfig
 from maxlm.config.sections.model import AttentionKernel, ExpertMatmul
 from maxlm.errors import InputError
@@ -56,6 +57,8 @@ def check_matmul(config: Config, platform: str, capability: tuple[int, int] | No
         'model.num_kv_heads · model.head_dim': model.num_kv_heads * model.head_dim // parts,
         'model.ffn_dim': model.ffn_dim // parts,
     }
+    if model.fp8_head:
+        sizes['model.vocab_size'] = padded_vocabulary(model.vocab_size, parts) // parts
     if model.kv_lora_rank:
         sizes['model.q_lora_rank'] = model.q_lora_rank
         sizes['model.kv_lora_rank'] = model.kv_lora_rank

@@ -12,6 +12,7 @@ from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.config.sections.model import NO_FP8
 from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
 from maxlm.errors import InputError
@@ -166,7 +167,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         dtype=config.model.dtype,
         attention='auto',
         norm_kernel='xla',
-        matmul_precision='default',
+        **NO_FP8,
         remat_policy='none',
         dropout=0.0,
         mtp_depth=0,
@@ -214,7 +215,7 @@ def resolve_on(
     kernel = attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
     model = dataclasses.replace(model, attention=kernel, expert_matmul=expert_matmul('auto', platform, mesh))
     if not multiplies(model.matmul_precision, platform, capability):
-        model = dataclasses.replace(model, matmul_precision='default')
+        model = dataclasses.replace(model, **NO_FP8)
     micro_batch = max(1, config.train.per_device_batch_size)
     config = dataclasses.replace(
         config,

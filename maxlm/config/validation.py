@@ -71,6 +71,7 @@ def validate(config: Config) -> None:
             f'model.matmul_precision={model.matmul_precision} with model.dtype=float16: results would exceed the range '
             'of float16; set model.dtype=bfloat16'
         )
+    _check_fp8(config)
     check_architecture(model)
     check_transfer(model, optimizer)
     check_adapters(model)
@@ -272,3 +273,32 @@ def divisors(number: int) -> list[int]:
     """Returns the divisors of a positive number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def _check_fp8(config: Config) -> None:
+    """Checks that the run supports delayed scaling, and the head in FP8."""
+    model, mesh = config.model, config.mesh
+    if model.fp8_head:
+        remedy = 'set model.fp8_head=false'
+        if model.matmul_precision != 'fp8':
+            raise InputError(
+                f'model.fp8_head=True with model.matmul_precision={model.matmul_precision}: the head alone is not '
+                f'supported in FP8; set model.matmul_precision=fp8, or {remedy}'
+            )
+        if config.train.objective != 'next_token':
+            raise InputError(f'model.fp8_head=True does not support train.objective={config.train.objective}; {remedy}')
+        if config.train.loss or config.distill.teacher or config.distill.logits_dir:
+            # The gradients of other losses are not bounded.
+            raise InputError(f'model.fp8_head=True supports only the cross-entropy as the loss; {remedy}')
+    if model.fp8_scaling == 'current':
+        return
+    key, remedy = 'model.fp8_scaling=delayed', 'set model.fp8_scaling=current'
+    if model.matmul_precision != 'fp8':
+        raise InputError(f'{key} with model.matmul_precision={model.matmul_precision}: no product is in FP8; {remedy}')
+    if config.train.objective != 'next_token':
+        # A reference model has no history, so both models would round differently.
+        raise InputError(f'{key} does not support train.objective={config.train.objective}; {remedy}')
+    if mesh.stage > 1:
+        raise InputError(f'{key} does not support pipelines, mesh.stage={mesh.stage}; {remedy}')
+    if mesh.host_offload == 'all':
+        raise InputError(f'{key} does not support mesh.host_offload=all; set mesh.host_offload=optimizer, or {remedy}')

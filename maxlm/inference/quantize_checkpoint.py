@@ -17,6 +17,7 @@ from maxlm.checkpoint.item_metadata import named_leaves
 from maxlm.checkpoint.params import params_item, without_mtp
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.schema import Config
+from maxlm.config.sections.model import NO_FP8
 from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.serialization import to_json
 from maxlm.errors import InputError
@@ -89,7 +90,7 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
         without_mtp(model),
         weight_quantization=weights.kind,
         quantization_group_size=weights.group,
-        matmul_precision='default',
+        **NO_FP8,
     )
     return dataclasses.replace(config, model=model)
 

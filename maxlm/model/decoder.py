@@ -26,7 +26,6 @@ from maxlm.model.layers.masks import document_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
 from maxlm.model.layers.softcap import softcap
-from maxlm.model.layers.value_embedding import looked_up, value_parameters, values_of
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.smear import PreviousTokens, smear

@@ -20,6 +20,7 @@ from maxlm.model.blocks import ACTIVATION_AXES, STACKS, Context
 from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, LayerCache
+from maxlm.model.layers.linear import FP8_KERNEL
 from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.model.stream import Stream
@@ -203,7 +204,7 @@ def unstack_layers(params: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces each kernel that is stacked over layers by the list of its layers, [1, …]; see `run_layers`."""
 
     def unstack(path: tuple[Any, ...], leaf: jax.Array) -> Any:
-        is_kernel = path[0].key in STACKS and path[-1].key == KERNEL
+        is_kernel = path[0].key in STACKS and path[-1].key in (KERNEL, FP8_KERNEL)
         return list(jax.lax.split(leaf, [1] * len(leaf))) if is_kernel else leaf
 
     unstacked: dict[str, Any] = jax.tree_util.tree_map_with_path(unstack, params)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from maxlm.model.decoder import Decoder
-from maxlm.model.layers.linear import Linear, can_join, should_transpose, transpose_kernel
+from maxlm.model.layers.linear import Linear, should_transpose, transpose_kernel
 from maxlm.model.layers.weight_only_quantization import KERNEL
 
 # Name of the bias of a projection.
@@ -117,3 +117,22 @@ def _join(arrays: Sequence[Any], name: str, of_outputs: bool) -> Any:
     is_numpy = all(isinstance(x, np.ndarray) for x in arrays)
     joined: np.ndarray | jax.Array = np.concatenate(arrays, axis) if is_numpy else jnp.concatenate(arrays, axis)
     return joined
+
+
+def can_join(linears: Sequence[Linear | None]) -> bool:
+    """Returns True if the kernels of these projections of the same input can be joined to one without other values.
+
+    Kernels in 8 bits have scales of their own, and adapters stay separate. A sharded kernel would have to move between
+    devices.
+    """
+    first = linears[0]
+    if first is None:
+        return False
+
+    def properties(linear: Linear | None) -> Any:
+        if linear is None or linear.num_in != 1 or linear.lora_a is not None or linear.matmul != 'default':
+            return None
+        is_whole = all(linear.partitioning.num_shards(axis) == 1 for axis in linear.axes)
+        return (linear.num_inputs, linear.weights, linear.is_transposed, linear.bias is None) if is_whole else None
+
+    return properties(first) is not None and all(properties(linear) == properties(first) for linear in linears)

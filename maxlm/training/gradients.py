@@ -19,23 +19,28 @@ from maxlm.model.layer_loop import stack_layers, unstack_layers
 from maxlm.parallel.layout import TABLE, Layout
 from maxlm.parallel.partitioning import Partitioning, SingleDevice
 from maxlm.training.batch import Batch
+from maxlm.training.fp8_history import Fp8Inputs, with_fp8_inputs
 from maxlm.training.objectives import LossSums, make_objective, zero_sums
 from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.reference import reference_params
 from maxlm.training.state import Params, TrainState, param_shardings
-from maxlm.training.update import differentiable, merge_differentiable, working_params
+from maxlm.training.update import differentiable, merge_differentiable, working_fp8_inputs, working_params
 
-# (working parameters, reference, batch, dropout key, loss factor) → sums over the batch and summed gradients.
-Accumulate = Callable[[Params, Params | None, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params]]
+# (working parameters, inputs of FP8, reference, batch, dropout key, loss factor) → sums over the batch, summed
+# gradients, and the largest elements of inputs and gradients.
+Accumulate = Callable[
+    [Params, Fp8Inputs, Params | None, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params, Params]
+]
 BATCH_AXES = TABLE['batch']
 
 
 def make_gradients(
     config: Config, layout: Layout, num_sources: int = 0
-) -> Callable[[TrainState, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params]]:
-    """Returns a function (state, batch, dropout key, loss factor) → sums over the batch and summed gradients.
+) -> Callable[[TrainState, Batch, jax.Array, jax.Array | None], tuple[LossSums, Params, Params]]:
+    """Returns a function (state, batch, dropout key, loss factor) → sums over the batch, summed gradients, and maxima.
 
-    The gradients are float32 and have the sharding of the optimizer state.
+    The gradients are float32 and have the sharding of the optimizer state. The maxima are the largest elements of the
+    arrays of FP8 products with delayed scaling; without it, the tree is empty.
     """
     shardings = trainable(config, param_shardings(config, layout.of_state))
     if reduces_gradients_once(config):
@@ -43,11 +48,15 @@ def make_gradients(
     else:
         accumulate = _make_accumulate(config, layout, num_sources)
 
-    def gradients(state: TrainState, batch: Batch, key: jax.Array, factor: jax.Array | None) -> tuple[LossSums, Params]:
+    def gradients(
+        state: TrainState, batch: Batch, key: jax.Array, factor: jax.Array | None
+    ) -> tuple[LossSums, Params, Params]:
         params = working_params(config, layout, state.params)
+        inputs, of_kernels = working_fp8_inputs(config, layout, state)
         reference = reference_params(config, params, state.reference)
-        sums, grads = accumulate(params, reference, batch, key, factor)
-        return sums, jax.lax.with_sharding_constraint(grads, shardings)
+        sums, grads, maxima = accumulate(params, inputs, reference, batch, key, factor)
+        maxima = jax.tree.map(jnp.maximum, maxima, of_kernels)
+        return sums, jax.lax.with_sharding_constraint(grads, shardings), maxima
 
     return gradients
 
@@ -72,44 +81,55 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
 
     def loss_fn(
         diff_params: Params,
+        scales: Params,
         params: Params,
+        kernels: Params,
         reference: Params | None,
         batch: Batch,
         dropout_key: jax.Array,
         factor: jax.Array | None,
     ) -> tuple[jax.Array, LossSums]:
         params, slots = merge_differentiable(config, params, diff_params)
+        params = with_fp8_inputs(params, Fp8Inputs(kernels, scales))
         loss, sums = objective(params, reference, slots, batch, dropout_key)
         return (loss if factor is None else factor * loss), sums
 
     def accumulate(
-        params: Params, reference: Params | None, batch: Batch, key: jax.Array, factor: jax.Array | None
-    ) -> tuple[LossSums, Params]:
+        params: Params,
+        inputs: Fp8Inputs,
+        reference: Params | None,
+        batch: Batch,
+        key: jax.Array,
+        factor: jax.Array | None,
+    ) -> tuple[LossSums, Params, Params]:
+        kernels, scales = inputs
         is_whole = config.mesh.host_offload == 'all'
         # The first micro-batch replaces the values, so that a GPU need not write zeros.
         create = jax.lax.empty if layout.platform == 'gpu' and not is_whole else jnp.zeros
         zero_grads = place(jax.tree.map(lambda p: create(p.shape, jnp.float32), trainable(config, params)))
         if is_unstacked:
             # Otherwise each micro-batch would copy the parameters of each layer out of the stacked arrays.
-            params = unstack_layers(params)
+            params, kernels = unstack_layers(params), unstack_layers(kernels)
         diff_params = differentiable(config, params, zero_grads)
 
         def add(
-            totals: tuple[LossSums, Params], inputs: tuple[jax.Array, Batch]
-        ) -> tuple[tuple[LossSums, Params], None]:
+            totals: tuple[LossSums, Params, Params], inputs: tuple[jax.Array, Batch]
+        ) -> tuple[tuple[LossSums, Params, Params], None]:
             index, micro_batch = inputs
-            grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-            (_, sums), grads = grad_fn(
-                diff_params, params, reference, micro_batch, jax.random.fold_in(key, index), factor
+            grad_fn = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+            (_, sums), (grads, maxima) = grad_fn(
+                diff_params, scales, params, kernels, reference, micro_batch, jax.random.fold_in(key, index), factor
             )
+            *sum_totals, largest = totals
             with jax.named_scope('gradient_sum'):
                 grads = place(stack_layers(grads) if is_unstacked else grads)
-                before = totals[1]
+                before = sum_totals[1]
                 if create is jax.lax.empty:
                     before = jax.tree.map(lambda total: jnp.where(index == 0, 0, total), before)
-                return jax.tree.map(jnp.add, (totals[0], before), (sums, grads)), None
+                added = jax.tree.map(jnp.add, (sum_totals[0], before), (sums, grads))
+                return (*added, jax.tree.map(jnp.maximum, largest, maxima)), None
 
-        zeros = (zero_sums(config, num_sources), zero_grads)
+        zeros = (zero_sums(config, num_sources), zero_grads, jax.tree.map(jnp.zeros_like, scales))
         totals, _ = jax.lax.scan(add, zeros, (jnp.arange(A), split_micro_batches(batch, A, layout)))
         return totals
 
@@ -120,17 +140,18 @@ def _reduced_once(config: Config, layout: Layout, shardings: Params, num_sources
     """Returns the sums over a global batch: each device accumulates its own rows, then the sums are reduced once."""
     accumulate = _make_accumulate(config, SingleDevice(layout.platform), num_sources)
 
-    def on_device(*inputs: Any) -> tuple[LossSums, Params]:
-        sums, grads = accumulate(*inputs)
-        return jax.lax.psum(sums, BATCH_AXES), jax.tree.map(_reduce_scatter, grads, shardings)
+    def on_device(*inputs: Any) -> tuple[LossSums, Params, Params]:
+        sums, grads, maxima = accumulate(*inputs)
+        grads = jax.tree.map(_reduce_scatter, grads, shardings)
+        return jax.lax.psum(sums, BATCH_AXES), grads, jax.lax.pmax(maxima, BATCH_AXES)
 
     whole, specs = PartitionSpec(), jax.tree.map(lambda sharding: sharding.spec, shardings)
     # Replication is not checked, because the kernels of attention do not declare it.
     return jax.shard_map(
         on_device,
         mesh=layout.mesh,
-        in_specs=(whole, whole, PartitionSpec(BATCH_AXES), whole, whole),
-        out_specs=(whole, specs),
+        in_specs=(whole, whole, whole, PartitionSpec(BATCH_AXES), whole, whole),
+        out_specs=(whole, specs, whole),
         check_vma=False,
     )
 

@@ -24,6 +24,7 @@ from maxlm.model.mtp import shift_left
 from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.batch import PROXIMAL, TEACHER_TYPES, Batch
+from maxlm.training.fp8_history import has_fp8_inputs
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import preference_terms
@@ -31,7 +32,7 @@ from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.kto import answer_terms
 from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
 from maxlm.training.losses.router import ROUTER_PARTS, router_terms
-from maxlm.training.state import Params, abstract_model
+from maxlm.training.state import Params, abstract_fp8_model, abstract_model
 
 
 class LossSums(NamedTuple):
@@ -185,6 +186,7 @@ def make_next_token(
                 weights_BT,
                 z_loss=z_loss,
                 is_tied=config.model.tie_embeddings,
+                is_fp8=config.model.fp8_head,
                 **layout,
             )
         else:
@@ -357,6 +359,8 @@ def make_forward(
     The last hidden states are sharded for the loss.
     """
     graph, _ = nnx.split(abstract_model(config, partitioning))
+    is_delayed = config.model.fp8_scaling == 'delayed'
+    scaled_graph = nnx.split(abstract_fp8_model(config, partitioning)[0])[0] if is_delayed else None
     pipelined = config.accumulation // config.rounds
 
     def forward(
@@ -369,7 +373,7 @@ def make_forward(
             blocks_slots = None if slots is None else slots[BLOCKS]
             rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
             params = {**rest, BLOCKS: params[BLOCKS]}
-        model: Decoder = nnx.merge(graph, params)
+        model: Decoder = nnx.merge(scaled_graph if has_fp8_inputs(params) else graph, params)
         hidden_BTD, _, router = model(
             batch['tokens'],
             segments_BT=batch['segments'] if config.data.document_mask else None,

@@ -17,11 +17,13 @@ from jax.sharding import NamedSharding
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.errors import InputError
 from maxlm.model.decoder import Decoder
+from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.weight_only_quantization import weights_of
 from maxlm.model.parameters import kind_of
 from maxlm.parallel.host_offload import HOST
 from maxlm.parallel.layout import Layout
 from maxlm.parallel.partitioning import Partitioning
+from maxlm.training.fp8_history import Projections, first_fp8_history
 from maxlm.training.loss_scale import LossScale, first_loss_scale
 from maxlm.training.optimizers.optimizer import make_optimizer
 from maxlm.training.optimizers.parameter_groups import check_groups
@@ -51,6 +53,8 @@ class TrainState(NamedTuple):
             not part of a checkpoint: a resumed run reads them from `train.init_from` or `distill.teacher`.
         progress: progress of the schedule; None unless `train.hours` or `train.dollars` gives the run length. It
             changes between steps and is not part of a checkpoint: it follows from the decisions of the run.
+        fp8_history: largest elements of the last good steps (`maxlm.training.fp8_history`); None unless
+            `model.fp8_scaling` is delayed.
     """
 
     step: jax.Array
@@ -62,6 +66,7 @@ class TrainState(NamedTuple):
     spike_window: SpikeStatistics | None = None
     reference: Params | None = None
     progress: Progress | None = None
+    fp8_history: jax.Array | None = None
 
 
 def evaluated_params(state: TrainState) -> Params:
@@ -77,6 +82,24 @@ def abstract_model(config: Config, partitioning: Partitioning) -> Decoder:
     Callers must not modify it.
     """
     return nnx.eval_shape(lambda: _make_model(config, partitioning))
+
+
+@functools.lru_cache(maxsize=4)
+def abstract_fp8_model(config: Config, partitioning: Partitioning) -> tuple[Decoder, Projections]:
+    """Returns the decoder for `with_fp8_inputs`, with shapes in place of arrays, and its projections in FP8."""
+    model = nnx.eval_shape(lambda: _make_model(config, partitioning))
+    linears = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
+    return model, {
+        tuple(map(str, path)): linear.add_delayed_scaling()
+        for path, linear in sorted(linears.items())
+        if linear.matmul == 'fp8'
+    }
+
+
+def _first_fp8_history(config: Config, layout: Layout) -> jax.Array | None:
+    if config.model.fp8_scaling == 'current':
+        return None
+    return first_fp8_history(abstract_fp8_model(config, layout)[1], config.model.fp8_history)
 
 
 def _make_model(config: Config, partitioning: Partitioning) -> Decoder:
@@ -144,7 +167,8 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
             _abstract_params(other, layout),
         )
     progress = replicated(lambda: _first_progress(config))
-    return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress)
+    history = replicated(lambda: _first_fp8_history(config, layout))
+    return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress, history)
 
 
 def _abstract_params(config: Config, layout: Layout) -> Params:
@@ -196,7 +220,8 @@ def init_state(
         reference = to_reference(config, params) if copies_params else None
         opt_state = initialize(trainable(config, params))
         spike_window, progress = first_spike_window(config.guard), _first_progress(config)
-        return TrainState(zero, zero, params, opt_state, ema, scale, spike_window, reference, progress)
+        history = _first_fp8_history(config, layout)
+        return TrainState(zero, zero, params, opt_state, ema, scale, spike_window, reference, progress, history)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     state: TrainState = jax.jit(init, out_shardings=shardings, compiler_options=compiler_options)()

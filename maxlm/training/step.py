@@ -17,6 +17,7 @@ from maxlm.config.schema import Config
 from maxlm.config.sections.distill import DistillConfig
 from maxlm.parallel.layout import Layout
 from maxlm.training.batch import HOLD, Batch
+from maxlm.training.fp8_history import record_maxima
 from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
 from maxlm.training.objectives import LossSums, make_objective, zero_sums
@@ -80,12 +81,16 @@ def make_train_step(
         # The loss scale applies to a mean, because the gradients of a sum would overflow float16.
         factor = loss_factor(state.loss_scale, config.rounds / batch['tokens'].size)
         batch = with_reference_point(state.params, state.reference, batch)
-        sums, grads = gradients(state, batch, key, factor)
+        sums, grads, maxima = gradients(state, batch, key, factor)
 
         # Micro-batches contribute sums, so each token has the same weight in the mean.
         count = jnp.maximum(sums.weight, 1)
         loss = sums.loss / count
         grads, grad_norm = mean_and_clip(grads, count, factor, config.optimizer.max_grad_norm)
+        if maxima:
+            # Delayed scaling turns infinity into the largest value of FP8, so loss and gradients may be finite.
+            are_finite = jax.tree.reduce(jnp.logical_and, jax.tree.map(lambda x: jnp.isfinite(x).all(), maxima))
+            loss = jnp.where(are_finite, loss, jnp.nan)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         ok, spike_window = check_spike(state.spike_window, loss, grad_norm, config.guard)
         if hold is not None:
@@ -116,6 +121,8 @@ def make_train_step(
             counters = jax.tree.map(lambda new, old: jnp.where(hold, old, new), counters, before)
         step, skipped, loss_scale, spike_window = counters
         after = TrainState(step, skipped, params, opt_state, ema, loss_scale, spike_window)
+        if state.fp8_history is not None:
+            after = after._replace(fp8_history=record_maxima(state.fp8_history, maxima, ok))
         return after._replace(reference=state.reference, progress=state.progress), metrics
 
     return train_step
@@ -131,7 +138,8 @@ def make_eval_step(
     runs.
     """
     train = dataclasses.replace(config.train, z_loss=0.0, loss='', mtp_loss_weight=0.0)
-    config = dataclasses.replace(config, train=train, teacher=None, distill=DistillConfig())
+    model = dataclasses.replace(config.model, fp8_head=False)
+    config = dataclasses.replace(config, model=model, train=train, teacher=None, distill=DistillConfig())
     with_reference_point = make_reference_point(config, layout)
     objective = make_objective(config, layout, num_sources)
 

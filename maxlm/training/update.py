@@ -15,11 +15,12 @@ from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.experts.router import BALANCE_BIAS, ROUTER
 from maxlm.model.layers.weight_only_quantization import KERNEL
 from maxlm.parallel.layout import Layout
+from maxlm.training.fp8_history import NO_FP8_INPUTS, Fp8Inputs, fp8_inputs, kernel_shardings
 from maxlm.training.optimizers.offload import layer_by_layer
 from maxlm.training.optimizers.schedule import RunFractions, make_run_fractions, make_schedule
 from maxlm.training.optimizers.trainable import merge_trainable, trainable
 from maxlm.training.optimizers.update_metrics import update_metrics
-from maxlm.training.state import Metrics, Params, TrainState, optimizer_of, param_shardings
+from maxlm.training.state import Metrics, Params, TrainState, abstract_fp8_model, optimizer_of, param_shardings
 
 # (state, gradients, ok) → parameters, optimizer state, moving average and metrics.
 Update = Callable[[TrainState, Params, jax.Array], tuple[Params, Any, Params | None, Metrics]]
@@ -46,8 +47,9 @@ def working_params(config: Config, layout: Layout, params: Params) -> Params:
 
     The kernels of the blocks are cast to `model.dtype` once, instead of in every micro-batch. Their gradients are then
     in this dtype as well, with the values that the cast within the model gives. Kernels that FP8 quantizes from float32
-    are not cast. Below ZeRO stage 3, the parameters are also gathered once, as in ZeRO-1 and ZeRO-2 with mixed
-    precision (Rajbhandari et al. 2020). Parameters in host memory are returned as they are.
+    in the model are not cast; with delayed scaling, see `working_fp8_inputs`. Below ZeRO stage 3, the parameters are
+    also gathered once, as in ZeRO-1 and ZeRO-2 with mixed precision (Rajbhandari et al. 2020). Parameters in host
+    memory are returned as they are.
     """
     if config.mesh.host_offload == 'all':
         return params
@@ -59,7 +61,7 @@ def working_params(config: Config, layout: Layout, params: Params) -> Params:
         is_kernel = names[0] in STACKS and names[-1] == KERNEL and ROUTER not in names
         return param.astype(dtype) if is_kernel else param
 
-    if config.model.matmul_precision != 'fp8':
+    if config.model.matmul_precision != 'fp8' or config.model.fp8_scaling == 'delayed':
         with jax.named_scope('cast'):
             params = jax.tree_util.tree_map_with_path(cast, params)
     if layout.zero == 3:
@@ -67,6 +69,24 @@ def working_params(config: Config, layout: Layout, params: Params) -> Params:
     # Otherwise XLA would gather the parameters before the cast.
     params = jax.lax.with_sharding_constraint(params, param_shardings(config, layout.of_state))
     return jax.lax.with_sharding_constraint(params, param_shardings(config, layout))
+
+
+def working_fp8_inputs(config: Config, layout: Layout, state: TrainState) -> tuple[Fp8Inputs, Params]:
+    """Returns the inputs of FP8 products with delayed scaling, and the largest elements of the kernels.
+
+    The kernels are quantized and, below ZeRO stage 3, gathered once per step, as in `working_params`. Without delayed
+    scaling, all trees are empty.
+    """
+    if state.fp8_history is None:
+        return NO_FP8_INPUTS, {}
+    projections = abstract_fp8_model(config, layout)[1]
+    with jax.named_scope('cast'):
+        inputs, maxima = fp8_inputs(state.params, projections, state.fp8_history)
+    stages = (layout.of_state,) if layout.zero == 3 else (layout.of_state, layout)
+    for stage in stages:
+        placed = kernel_shardings(param_shardings(config, stage), projections)
+        inputs = inputs._replace(kernels=jax.lax.with_sharding_constraint(inputs.kernels, placed))
+    return inputs, maxima
 
 
 def mean_and_clip(

@@ -75,6 +75,11 @@ def status(read: Read) -> Iterator[str]:
 
 
 def performance(read: Read) -> Iterator[str]:
+    plain, current, delayed, _ = (
+        program['elementwise_gb'] for program in read('fp8_scaling_h100_compiled')['programs']
+    )
+    yield f'They move {delayed:.1f} GB outside matrix products and attention, {current:.1f} GB with current scaling'
+    yield f'and {plain:.1f} GB in bfloat16.'
     tiny = read('tiny_cpu2')
     yield f'{tiny["parameters"] / 1e6:.1f}M parameters, {tiny["global_batch"]} × {tiny["window"]} tokens a step'
     yield f'{round(tiny["tokens_per_second"], -1):,.0f} tokens/s, {100 * tiny["mfu_causal"]:.0f} % of the '

@@ -4,6 +4,7 @@ import pytest
 
 from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve, resolve_on
+from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 
 A100, L4, H100 = (8, 0), (8, 9), (9, 0)
@@ -93,3 +94,43 @@ def test_errors_suggest_valid_values(settings, fragments):
 def test_a_finished_run_uses_fp8_only_on_supported_devices(platform, capability, matmul):
     moved = resolve_on(resolved(), platform=platform, num_devices=1, capability=capability)
     assert moved.model.matmul_precision == matmul
+
+
+DELAYED = {'model__fp8_scaling': 'delayed'}
+HEAD = {'model__fp8_head': True}
+
+
+@pytest.mark.parametrize(
+    ('settings', 'fragments'),
+    [
+        ({**DELAYED, 'model__matmul_precision': 'default'}, ['matmul_precision=default', 'fp8_scaling=current']),
+        ({**DELAYED, 'train__objective': 'dpo'}, ['model.fp8_scaling=delayed', 'train.objective=dpo']),
+        ({**DELAYED, 'mesh__stage': 2}, ['model.fp8_scaling=delayed', 'mesh.stage=2', 'fp8_scaling=current']),
+        ({**DELAYED, 'mesh__host_offload': 'all'}, ['model.fp8_scaling=delayed', 'mesh.host_offload=optimizer']),
+        ({**HEAD, 'model__matmul_precision': 'default'}, ['model.fp8_head=True', 'model.matmul_precision=fp8']),
+        ({**HEAD, 'train__objective': 'dpo'}, ['model.fp8_head=True', 'train.objective=dpo']),
+        ({**HEAD, 'train__loss': 'losses:focal'}, ['model.fp8_head=True', 'cross-entropy', 'fp8_head=false']),
+        ({**HEAD, 'distill__logits_dir': 'data/logits'}, ['model.fp8_head=True', 'cross-entropy']),
+        ({**HEAD, 'model__vocab_size': 100}, ['model.vocab_size is 100', '96 or 112']),
+        ({'model__fp8_history': 0}, ['model.fp8_history', '1']),
+    ],
+)
+def test_unsupported_scaling_and_heads_are_refused(settings, fragments):
+    with pytest.raises(InputError) as error:
+        resolved(**settings)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('settings', [DELAYED, {**HEAD, 'model__vocab_size': 112}, {**DELAYED, 'mesh__tensor': 2}])
+def test_supported_scaling_and_heads(settings):
+    model = resolved(**settings).model
+    for key in DELAYED | HEAD:
+        name = key.removeprefix('model__')
+        assert getattr(model, name) == settings.get(key, getattr(ModelConfig(), name))
+
+
+def test_a_finished_run_without_fp8_products_has_no_scales():
+    config = resolve_on(resolved(**DELAYED), platform='gpu', num_devices=1, capability=A100)
+    assert config.model.fp8_scaling == 'current'

@@ -21,6 +21,8 @@ ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
 NormKernel = Literal['xla', 'pallas']
 MatmulPrecision = Literal['default', 'fp8', 'mxfp8']
 AttentionKernel = Literal['auto', 'fastest', 'xla', 'cudnn', 'cudnn_mask', 'tokamax', 'splash']
+# Values of the keys of FP8 products for a model without them.
+NO_FP8: dict[str, Any] = {'matmul_precision': 'default', 'fp8_scaling': 'current', 'fp8_head': False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +219,13 @@ class ModelConfig:
     # (maxlm/model/layers/mxfp8.py), which has not been measured. fp8 needs Ada, Hopper or newer GPUs, mxfp8 Blackwell;
     # CPUs emulate both slowly.
     matmul_precision: Annotated[MatmulPrecision, Renamed('matmul')] = 'default'
+    # Scales of fp8 products. current: from the array itself; delayed: from the largest elements of the last
+    # fp8_history steps, in training only (docs/performance.md).
+    fp8_scaling: Literal['current', 'delayed'] = 'current'
+    # Number of steps whose largest elements determine the scales of fp8_scaling=delayed.
+    fp8_history: Annotated[int, Range(1, 1024)] = 16
+    # Also use fp8 for the products of the head and their gradients, in the training loss only.
+    fp8_head: bool = False
     # Storage of the blocks' kernels. float: float32; others: as written by maxlm quantize
     # (maxlm/model/layers/weight_only_quantization.py). Training with them requires lora_rank and quantizes the kernels
     # of train.init_from (Dettmers et al. 2023, "QLoRA").

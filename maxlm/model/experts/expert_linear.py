@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.model.experts.grouped_matmul import RowGroups, grouped_matmul, looped_matmul
-from maxlm.model.layers.linear import RANK, Initializer, parameter
-from maxlm.model.layers.lora import Adapter
+from maxlm.model.layers.linear import Initializer, parameter
+from maxlm.model.layers.lora import RANK, Adapter
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
     Weights,

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxlm.model.layers import fp8, mxfp8
-from maxlm.model.layers.lora import Adapter
+from maxlm.model.layers.lora import RANK, Adapter, adapter_parameters
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
     Weights,
@@ -28,8 +27,6 @@ from maxlm.model.layers.weight_only_quantization import (
 from maxlm.parallel.partitioning import Partitioning
 
 Initializer = Callable[..., jax.Array]
-# The logical axis of an adapter's rank.
-RANK = 'adapter'
 # Smallest number of rows for which a fused product is worth the concatenation of the kernels.
 MIN_FUSED_ROWS = 1024
 # Smallest number of inputs for which a kernel is transposed. With 384 inputs, the product of one row takes up to 20 %
@@ -37,6 +34,9 @@ MIN_FUSED_ROWS = 1024
 MIN_TRANSPOSED_INPUTS = 256
 # Largest number of rows for which the transposed kernel is the first factor of a product.
 MAX_TRANSPOSED_ROWS = 256
+# Names of the arrays of a projection that delayed scaling adds to the parameters: the kernel in E4M3 as bytes, and the
+# scales, [3].
+FP8_KERNEL, FP8_SCALES = 'fp8_kernel', 'fp8_scales'
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], init: Initializer) -> nnx.Param:
@@ -90,9 +90,11 @@ class Linear(nnx.Module):
         if adapter is not None:
             # The key is derived from the kernel's, so adapters do not change the initial values of other parameters.
             lora_key = jax.random.fold_in(key, 1)
-            lora_a, lora_b = _adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
+            lora_a, lora_b = adapter_parameters(lora_key, adapter.rank, in_shape, out_shape, in_axes, out_axes)
         self.lora_a, self.lora_b = lora_a, lora_b
         self.weights: Weights | None = None
+        self.fp8_kernel: nnx.Variable | None = None
+        self.fp8_scales: nnx.Variable | None = None
         self.lora_scale = adapter.scale if adapter else 0.0
         self.is_transposed = False
         self.joined_shapes: tuple[tuple[int, ...], ...] = ()
@@ -120,6 +122,18 @@ class Linear(nnx.Module):
         self.kernel_codes = nnx.Param(found.codes, axes=self.codes_axes)
         self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
 
+    def add_delayed_scaling(self) -> tuple[int, ...]:
+        """Adds `FP8_KERNEL` and `FP8_SCALES` to a projection of abstract arrays; training sets their values.
+
+        Returns:
+            The shape of the scales, [..., 3], with the axes over which the projection is stacked.
+        """
+        shape = self.kernel.shape
+        scales_shape = (*shape[: len(shape) - len(self.axes)], len(fp8.SCALED))
+        self.fp8_kernel = nnx.data(nnx.Variable(jax.ShapeDtypeStruct(shape, jnp.uint8)))
+        self.fp8_scales = nnx.data(nnx.Variable(jax.ShapeDtypeStruct(scales_shape, jnp.float32)))
+        return scales_shape
+
     @property
     def should_be_transposed(self) -> bool:
         """Returns True if the kernel should be transposed for decoding. Quantized and FP8 kernels should not."""
@@ -143,7 +157,12 @@ class Linear(nnx.Module):
                 if getattr(linear, name, None) is not None:
                     delattr(linear, name)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def quantized_input(self, x: jax.Array) -> fp8.DelayedScaling | None:
+        """Returns an input in E4M3, which projections of the same input share; None without delayed scaling."""
+        return None if self.fp8_scales is None else fp8.quantize_input(self._rows(x), self.fp8_scales[...])
+
+    def __call__(self, x: jax.Array, quantized: fp8.DelayedScaling | None = None) -> jax.Array:
+        """Returns the projection of x. `quantized` is its `quantized_input` of this or another projection."""
         rows = x.shape[: x.ndim - self.num_in]
         flat = self.num_inputs
         if self.weights is not None:
@@ -152,10 +171,11 @@ class Linear(nnx.Module):
         kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8':
             # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
-            codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+            codes, delayed = self._fp8_codes(), quantized or self.quantized_input(x)
             codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
-            x_rows = x.reshape(*([-1] if self._is_matrix else rows), flat)
-            y = fp8.product(x_rows, kernel.reshape(flat, -1), codes)
+            if delayed is not None and self.fp8_scales is not None:
+                delayed = delayed._replace(scales=self.fp8_scales[...])
+            y = fp8.product(self._rows(x), kernel.reshape(flat, -1), codes, delayed)
         elif self.matmul == 'mxfp8':
             y = mxfp8.product(x.reshape(-1, flat), kernel.reshape(flat, -1), self.partitioning.platform)
         elif self.is_transposed:
@@ -163,6 +183,16 @@ class Linear(nnx.Module):
         else:
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+
+    def _fp8_codes(self) -> fp8.Fp8Codes:
+        """Returns the kernel in E4M3, which training with delayed scaling quantizes once per step."""
+        if self.fp8_kernel is None or self.fp8_scales is None:
+            return fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+        return fp8.Fp8Codes(self.fp8_kernel[...], jax.lax.stop_gradient(self.fp8_scales[...])[1])
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        """Returns x with flattened inputs, as a matrix if `_is_matrix`."""
+        return x.reshape(*([-1] if self._is_matrix else x.shape[: x.ndim - self.num_in]), self.num_inputs)
 
     @property
     def _is_matrix(self) -> bool:
@@ -307,24 +337,6 @@ def transposed_matmul(
     return jax.lax.optimization_barrier(y_OM).T
 
 
-def can_join(linears: Sequence[Linear | None]) -> bool:
-    """Returns True if the kernels of these projections of the same input can be joined to one without other values.
-
-    Kernels in FP8 share a scale, and adapters stay separate. A sharded kernel would have to move between devices.
-    """
-    first = linears[0]
-    if first is None:
-        return False
-
-    def properties(linear: Linear | None) -> Any:
-        if linear is None or linear.num_in != 1 or linear.lora_a is not None or linear.matmul == 'fp8':
-            return None
-        is_whole = all(linear.partitioning.num_shards(axis) == 1 for axis in linear.axes)
-        return (linear.num_inputs, linear.weights, linear.is_transposed, linear.bias is None) if is_whole else None
-
-    return properties(first) is not None and all(properties(linear) == properties(first) for linear in linears)
-
-
 def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """Applies several projections to the last axis of x, on a CPU as one product if nothing is sharded.
 
@@ -337,7 +349,8 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
         return [part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
-        return [linear(copy) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
+        quantized = linears[0].quantized_input(x)
+        return [linear(copy, quantized) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
@@ -376,24 +389,3 @@ def _fused_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax
     """Returns the products of x with each matrix [in, out], computed as one product."""
     y = x.reshape(-1, x.shape[-1]) @ jnp.concatenate(matrices, axis=1)
     return jax.lax.split(y, [matrix.shape[1] for matrix in matrices], axis=1)
-
-
-def _adapter_parameters(
-    key: jax.Array,
-    rank: int,
-    in_shape: tuple[int, ...],
-    out_shape: tuple[int, ...],
-    in_axes: tuple[str, ...],
-    out_axes: tuple[str, ...],
-) -> tuple[nnx.Param, nnx.Param]:
-    """Returns lora_a [*in_shape, rank] and lora_b [rank, *out_shape].
-
-    lora_a is sampled from U(±1 / sqrt(fan in)), as in the paper's code and in PEFT, which call it Kaiming uniform with
-    a = sqrt(5). lora_b is 0, so the adapter initially does not change the model.
-    """
-    num_in, zeros = len(in_shape), jax.nn.initializers.zeros
-    uniform = jax.nn.initializers.variance_scaling(
-        1 / 3, 'fan_in', 'uniform', in_axis=tuple(range(num_in)), out_axis=num_in
-    )
-    lora_a = _parameter(key, (*in_shape, rank), (*in_axes, RANK), uniform)
-    return lora_a, _parameter(key, (rank, *out_shape), (RANK, *out_axes), zeros)

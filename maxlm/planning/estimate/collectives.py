@@ -115,7 +115,8 @@ def _gathers(config: Config) -> list[Transfer]:
     """Returns gathers of parameters before use; below ZeRO stage 3, once per step."""
     model, mesh, width = config.model, config.mesh, _width(config)
     if mesh.zero_stage < 3 and mesh.host_offload != 'all':
-        per_matrix = FLOAT32 if model.matmul_precision == 'fp8' else width
+        of_fp8 = FLOAT32 if model.fp8_scaling == 'current' else 1
+        per_matrix = of_fp8 if model.matmul_precision == 'fp8' else width
         all_blocks = [(each, kind.num_layers) for kind in layer_stacks(model) for each in _kernels(config, kind)]
         rest = model_parameters(model) - sum(kind.num_layers * block_parameters(kind) for kind in layer_stacks(model))
         sizes: dict[tuple[str, ...], float] = {SAVING_AXES: FLOAT32 * rest / (mesh.tensor * mesh.stage)}
@@ -278,14 +279,16 @@ def _scales(config: Config) -> list[Transfer]:
     """Returns the reductions of the largest elements for 8-bit products: inputs, kernels and gradients of outputs.
 
     They block the device, but are small. None is repeated in the backward pass, because scales are saved. If gradients
-    are reduced once per step, each device has its own scales.
+    are reduced once per step, each device has its own scales, or with delayed scaling, its own largest elements.
     """
     if config.model.matmul_precision != 'fp8' or reduces_gradients_once(config):
         return []
     axes = (*BATCH_AXES, 'tensor')
     # An input of several kernels counts once.
     inputs, kernels = 4, len(block_kernels(config.model))
-    return [_transfer(config, 'all-reduce', axes, FLOAT32, (inputs + 2 * kernels) * _layers(config), is_async=False)]
+    # With delayed scaling, the kernels are quantized once per step, which is not counted.
+    per_layer = inputs + (2 if config.model.fp8_scaling == 'current' else 1) * kernels
+    return [_transfer(config, 'all-reduce', axes, FLOAT32, per_layer * _layers(config), is_async=False)]
 
 
 def _ring(config: Config) -> list[Transfer]:

@@ -189,7 +189,9 @@ def _micro_batch_gradient(config: Config, sizes: _Sizes) -> int:
 
 
 def _is_cast(config: Config, weight: Weight) -> bool:
-    is_cast = config.mesh.host_offload != 'all' and config.model.matmul_precision != 'fp8'
+    # With current scaling, FP8 kernels are quantized in the model.
+    is_current = config.model.matmul_precision == 'fp8' and config.model.fp8_scaling == 'current'
+    is_cast = config.mesh.host_offload != 'all' and not is_current
     is_kernel = weight.kind == 'matrix' and not is_quantized(weight)
     return is_cast and is_kernel and not weight.name.startswith('mtp.')
 
@@ -307,9 +309,10 @@ def _copied_weights(config: Config, sizes: _Sizes, backend: Backend) -> int:
         is_gathered = _gathers_once(config)
         is_kept = _gathers(config) and config.model.remat_policy == 'none' and not config.model.scan_layers
         for weight in weights(config.model):
-            is_cast = _is_cast(config, weight) and sizes.width < 4
+            cast_width = 1 if config.model.fp8_scaling == 'delayed' else sizes.width
+            is_cast = _is_cast(config, weight) and cast_width < 4
             if is_cast or is_gathered:
-                copies += stored_bytes(config, weight, zero=zero, width=sizes.width if is_cast else 4)
+                copies += stored_bytes(config, weight, zero=zero, width=cast_width if is_cast else 4)
             if is_kept and weight.kind == 'matrix':
                 copies += stored_bytes(config, weight, zero=1, width=sizes.width)
     if backend.turns_stacks and _gathers(config):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from maxlm.parallel.partitioning import Partitioning
 
 # Logical names of the axes R and P of a chunk, which is [X, R, P, …] or [R, P, …].
-_PARTS = ('rows', 'length')
+PARTS = ('rows', 'length')
 
 
 class LogitChunks:
@@ -41,7 +41,7 @@ class LogitChunks:
                 and its gradient would move memory.
         """
         B, T, _ = hidden_BTD.shape
-        R, P = (partitioning.num_shards(axis) for axis in _PARTS)
+        R, P = (partitioning.num_shards(axis) for axis in PARTS)
         rows = B // (R * row_groups)
         chunks = -(-(T // P) // max(1, chunk // rows))
         # Chunks of equal size need the least padding.
@@ -63,7 +63,7 @@ class LogitChunks:
         x = jnp.pad(x, [(0, 0), (0, 0), (0, chunks * C - self._length // P)] + [(0, 0)] * len(rest))
         x = jnp.moveaxis(x.reshape(*self._shape, *rest), (2, 4, 0, 3, 1, 5), range(6))
         x = x.reshape(row_groups * chunks, R, P, -1, *rest)
-        return self._partitioning.constrain(x, ('micro_batch', *_PARTS, *['activation'] * (x.ndim - 3)))
+        return self._partitioning.constrain(x, ('micro_batch', *PARTS, *['activation'] * (x.ndim - 3)))
 
     def join(self, x: jax.Array) -> jax.Array:
         """Joins [X, R, P, N, …] to [B, T, …], the inverse of `split`."""
@@ -73,31 +73,35 @@ class LogitChunks:
         x = jnp.moveaxis(x, range(6), (2, 4, 0, 3, 1, 5)).reshape(R * rows * row_groups, P, chunks * C, *rest)
         return x[:, :, : self._length // P].reshape(-1, self._length, *rest)
 
-    def spread(self, kernel_DV: jax.Array) -> jax.Array:
+    def spread(self, kernel_DV: jax.Array) -> Any:
         """Gathers the kernel on every device, except along the vocabulary, which is padded if it does not divide.
 
         Returns:
             [R, P, D, V] in the dtype of the hidden states, or [R, P, V, D] if it is transposed.
         """
+        return self._spread(kernel_DV.astype(self.dtype))
+
+    def _spread(self, kernel_DV: jax.Array) -> jax.Array:
+        """Returns the kernel, or its codes, in the layout of `spread`."""
         R, _, _, P, _, _ = self._shape
-        kernel_DV = self._partitioning.pad_vocabulary(kernel_DV.astype(self.dtype), ('embed', 'vocab'))
+        kernel_DV = self._partitioning.pad_vocabulary(kernel_DV, ('embed', 'vocab'))
         kernel = kernel_DV.T if self._is_transposed else kernel_DV
         whole = self._partitioning.constrain(kernel, self._kernel_axes)
         whole = jnp.broadcast_to(whole, (R, P, *whole.shape))
-        return self._partitioning.constrain(whole, (*_PARTS, *self._kernel_axes))
+        return self._partitioning.constrain(whole, (*PARTS, *self._kernel_axes))
 
-    def logits(self, hidden_RPND: jax.Array, kernel_RPDV: jax.Array) -> jax.Array:
+    def logits(self, hidden_RPND: jax.Array, kernel_RPDV: Any) -> jax.Array:
         """Returns the logits of a chunk, [R, P, N, V] in float32."""
         equation = f'RPND,RP{self._kernel}->RPNV'
         scores = jnp.einsum(equation, hidden_RPND, kernel_RPDV, preferred_element_type=jnp.float32)
-        return self._partitioning.constrain(scores, (*_PARTS, 'activation', 'vocab'))
+        return self._partitioning.constrain(scores, (*PARTS, 'activation', 'vocab'))
 
-    def no_gradient(self, kernel_RPDV: jax.Array) -> jax.Array:
+    def no_gradient(self, kernel_RPDV: Any) -> jax.Array:
         """Returns float32 zeros in which the gradient of the kernel is accumulated."""
         return jnp.zeros(kernel_RPDV.shape, jnp.float32)
 
     def add_gradient(
-        self, kernel_gradient: jax.Array, hidden_RPND: jax.Array, kernel_RPDV: jax.Array, scores_gradient: jax.Array
+        self, kernel_gradient: jax.Array, hidden_RPND: jax.Array, kernel_RPDV: Any, scores_gradient: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Adds the gradient of a chunk to the kernel's gradient, and returns it and the gradient of the hidden states.
 
@@ -105,10 +109,10 @@ class LogitChunks:
         """
         gradient = scores_gradient.astype(hidden_RPND.dtype)
         of_hidden = jnp.einsum(f'RPNV,RP{self._kernel}->RPND', gradient, kernel_RPDV)
-        of_hidden = self._partitioning.constrain(of_hidden, (*_PARTS, 'activation', 'activation'))
+        of_hidden = self._partitioning.constrain(of_hidden, (*PARTS, 'activation', 'activation'))
         equation = f'RPND,RPNV->RP{self._kernel}'
         kernel_gradient += jnp.einsum(equation, hidden_RPND, gradient, preferred_element_type=jnp.float32)
-        return self._partitioning.constrain(kernel_gradient, (*_PARTS, *self._kernel_axes)), of_hidden
+        return self._partitioning.constrain(kernel_gradient, (*PARTS, *self._kernel_axes)), of_hidden
 
     def sum_gradient(self, kernel_gradient: jax.Array, vocab_size: int) -> jax.Array:
         """Sums the kernel's gradient over the shards of the batch and removes the padding.

@@ -18,6 +18,7 @@ from maxlm.model.decoder import without_padding
 from maxlm.model.layers.softcap import softcap
 from maxlm.parallel.partitioning import Partitioning
 from maxlm.training.losses.chunked_logits import LogitChunks, sum_over_chunks
+from maxlm.training.losses.fp8_logits import Fp8LogitChunks
 from maxlm.training.losses.online_softmax import online_softmax
 
 
@@ -49,6 +50,7 @@ def cross_entropy(
     logit_softcap: float = 0.0,
     row_groups: int = 1,
     is_tied: bool = False,
+    is_fp8: bool = False,
 ) -> Losses:
     """Computes the loss, differentiable with respect to hidden states and kernel.
 
@@ -63,8 +65,10 @@ def cross_entropy(
         partitioning, chunk, row_groups, is_tied: see `LogitChunks`.
         z_loss: weight of log² Z, which keeps Z near 1 (Chowdhery et al. 2022, "PaLM").
         logit_softcap: `model.logit_softcap` of the config.
+        is_fp8: products of hidden states, kernel and gradients of logits use FP8; see `Fp8LogitChunks`.
     """
-    chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups, is_tied=is_tied)
+    make_chunks = Fp8LogitChunks if is_fp8 else LogitChunks
+    chunks = make_chunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups, is_tied=is_tied)
     vocab_size = kernel_DV.shape[1]
 
     def losses(scores_RPNV: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
