@@ -107,7 +107,7 @@ def choose_attention(config: Config, kernels: Sequence[str], path: Path, measure
     # An error must reach all processes, because they wait for the choice.
     chosen, problem = parse_json(group.broadcast_from_host0(json.dumps([chosen, problem])))
     if problem:
-        raise InputError(f'model.attention=fastest: {problem}')
+        raise InputError(f'model.attention=fastest: {problem}; set model.attention=xla and report it')
     return str(chosen)
 
 
@@ -153,7 +153,7 @@ def _fastest(timings: Sequence[Timing]) -> tuple[str, str]:
     right = [each for each in timings if not each.reason]
     wrong = '; '.join(f'{each.kernel} is not chosen: {each.reason}' for each in timings if each.reason)
     if not right:
-        return '', f'no kernel computes right results: {wrong}; set model.attention=xla and report it'
+        return '', f'no kernel computes right results: {wrong}'
     best, first = min(right, key=lambda each: each.seconds), right[0]
     chosen = best if best.seconds < (1 - WORTHWHILE) * first.seconds else first
     times = ', '.join(f'{each.kernel} {each.seconds * 1e3:.3g} ms' for each in right)
