@@ -146,8 +146,8 @@ class Injector:
             of_batch = make_gradients(*arguments)
 
             def faulty_gradients(*inputs: Any) -> Any:
-                sums, grads = of_batch(*inputs)
-                return sums, flip_tree(grads, self.fault, 'gradients')
+                sums, grads, maxima = of_batch(*inputs)
+                return sums, flip_tree(grads, self.fault, 'gradients'), maxima
 
             return faulty_gradients
 

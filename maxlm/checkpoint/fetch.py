@@ -129,9 +129,9 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
         shutil.rmtree(output)
     if not local_step.is_dir():
         logger.info(f'fetching {display_path(workdir)}@{step} to {output}')
-        found = fetch_checkpoint(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
-        if found.errors:
-            raise InputError(f'{found.errors[0]}; choose another step')
+        fetched = fetch_checkpoint(f'{workdir}@{step}', output, weights_only=True, threads=THREADS, show=True)
+        if fetched.errors:
+            raise InputError(f'{fetched.errors[0]}; choose another step')
     return find_step(f'{output}@{step}')
 
 

@@ -104,8 +104,7 @@ def read_history(workdir: str | Path) -> RunHistory:
     """
     history = HistoryReader(workdir).read()
     rows, notes = _evaluation(str(workdir))
-    notes = (*history.notes, *notes)
-    return dataclasses.replace(history, stored=_stored(str(workdir)), evaluation=rows, notes=notes)
+    return dataclasses.replace(history, stored=_stored(str(workdir)), evaluation=rows, notes=(*history.notes, *notes))
 
 
 def _evaluation(workdir: str) -> tuple[list[dict[str, Any]], list[str]]:

@@ -373,7 +373,9 @@ def make_forward(
             blocks_slots = None if slots is None else slots[BLOCKS]
             rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
             params = {**rest, BLOCKS: params[BLOCKS]}
-        model: Decoder = nnx.merge(scaled_graph if has_fp8_inputs(params) else graph, params)
+        model: Decoder = nnx.merge(
+            scaled_graph if scaled_graph is not None and has_fp8_inputs(params) else graph, params
+        )
         hidden_BTD, _, router = model(
             batch['tokens'],
             segments_BT=batch['segments'] if config.data.document_mask else None,

@@ -39,13 +39,13 @@ class SoapState(NamedTuple):
     """State of SOAP.
 
     Attributes:
-        count: number of updates so far.
+        step: number of updates so far.
         mu, nu: first moments, and second moments in the eigenbases, of the shapes of the parameters.
         factors: L [..., I, I] and R [..., O, O] of each stack of matrices; None for sides longer than the maximum.
         bases: eigenvectors of `factors`, as columns.
     """
 
-    count: jax.Array
+    step: jax.Array
     mu: optax.Updates
     nu: optax.Updates
     factors: Any
@@ -149,10 +149,11 @@ def scale_by_soap(
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         columns = [tree.flatten_up_to(each) for each in state[1:]]
         after = [
-            update_one(path, grad, *rest, state.count) for (path, grad), *rest in zip(leaves, *columns, strict=True)
+            update_one(path, grad, mu, nu, factors, bases, state.step)
+            for (path, grad), mu, nu, factors, bases in zip(leaves, *columns, strict=True)
         ]
         directions, *new = (tree.unflatten(each) for each in zip(*after, strict=True))
-        return directions, SoapState(optax.safe_increment(state.count), *new)
+        return directions, SoapState(jnp.asarray(optax.safe_increment(state.step)), *new)
 
     return optax.GradientTransformation(init, update)
 
