@@ -22,7 +22,7 @@ model = maxlm.load('runs/first')
 reveal_type(model.generate('a', temperature=0.5, stop=['b']))
 reveal_type(model.chat([{'role': 'user', 'content': 'a'}], top_k=5))
 reveal_type(config.train.num_steps)
-model.generate('a', temprature=1)
+model.generate('a', temp=1)
 model.generate('a', temperature='hot')
 next(model.stream('a', tok_k=1))
 config.lr = 3
@@ -33,7 +33,7 @@ MYPY = {
     5: 'Revealed type is "str"',
     6: 'Revealed type is "str"',
     7: 'Revealed type is "int"',
-    8: 'Unexpected keyword argument "temprature" for "generate" of "Model"',
+    8: 'Unexpected keyword argument "temp" for "generate" of "Model"',
     9: 'Argument "temperature" to "generate" of "Model" has incompatible type "str"; expected "float"',
     10: 'Unexpected keyword argument "tok_k" for "stream" of "Model"',
     11: '"Config" has no attribute "lr"',
@@ -44,7 +44,7 @@ PYRIGHT = {
     5: 'is "str"',
     6: 'is "str"',
     7: 'is "int"',
-    8: 'No parameter named "temprature"',
+    8: 'No parameter named "temp"',
     9: 'cannot be assigned to parameter "temperature" of type "float"',
     10: 'No parameter named "tok_k"',
     11: 'Attribute "lr" is unknown',

@@ -57,7 +57,7 @@ def check_elsewhere(config: Config) -> list[str]:
                 stat(value)
             except StorageError as error:
                 if error.__cause__ is not None and error_kind(error.__cause__) is ErrorKind.NOT_FOUND:
-                    raise InputError(f'{key}: {error}') from error
+                    raise InputError(f'{key}: {error}; copy the files there, or give another URL') from error
                 # This machine may lack the permission or the library that the others have.
                 notes.append(f'{key}: {error}')
         elif not _is_copied(Path(value)):

@@ -88,7 +88,7 @@ def test_orphans_are_reaped():
     )
     children = 'ps -o stat=,comm= --ppid $PPID'
     reaped = f'for _ in $(seq 50); do {children} | grep -q sleep || break; sleep 0.1; done'
-    # The orphan lives until it is killed, so that a slow machine sees it too.
+    # The orphan runs until it is killed, so that a slow machine sees it too.
     orphan = 'orphan=$(sleep 300 > /dev/null 2>&1 & echo $!)'
     script = f'{orphan}; {children} | grep sleep; kill $orphan; {reaped}; echo later; {children}; exit 2'
     command = [sys.executable, '-c', f'{subreaper}sys.exit(main(sys.argv[1:]))', '--', 'sh', '-c', script]
