@@ -8,7 +8,7 @@ Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT core=eval_bundle
            prepares TEXT with one token per character, trains in runs/depth-64, reports CORE with the tasks in
            eval_bundle (docs/evaluation.md) and the bits per byte of the validation data, and exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; with -2025 the recipe of October 2025, e.g.
-           :64-2025; 2025 and 2026: the recipe at depth 24; smoke: 10 steps of a narrow model
+           :24-2025, :64-2025; 2025 and 2026: the recipe at depth 24; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step of depth 64 is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288
            tokens. The published product of 65,536 tokens leaves out the accumulation steps.
 Time:      depth 64: 31 hours, as published; the number of steps follows the measured speed. Other depths: 12 tokens per
@@ -211,6 +211,11 @@ def _set_recipe_of_2026(config: ConfigDict) -> None:
         ('smear_*', 'learning_rate=0.2'),
         ('backout_scale', 'learning_rate=0.2'),
     )
+    if num_layers <= 2:
+        # The output that is subtracted is that of the last layer, so its scale has no effect after the final norm. Adam
+        # would amplify the rounding errors of its gradient until the scale exceeds 1 and reverses the output.
+        optimizer.groups = optimizer.groups[:-1]
+        optimizer.frozen_params = ('backout_scale',)
     optimizer.muon_coefficients = 'polar_express'
     optimizer.muon_row_equilibration = True
     optimizer.muon_renormalize = True

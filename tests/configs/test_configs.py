@@ -269,3 +269,11 @@ def test_a_phase_uses_the_model_of_the_previous_phase():
 @pytest.mark.parametrize('spec', VARIANTS)
 def test_every_preset_saves_at_least_every_20_minutes(spec):
     assert 0 < load(spec).checkpoint.save_interval_minutes <= 20
+
+
+@pytest.mark.parametrize(('depth', 'is_trained'), [(1, False), (2, False), (3, True), (24, True)])
+def test_the_backout_of_the_last_layer_is_not_trained(depth, is_trained):
+    """Without another layer to subtract, the scale would pass 1 and reverse the output."""
+    config = load(f'configs/depth.py:{depth}')
+    assert (config.model.backout_layer < depth - 1) == is_trained
+    assert ('backout_scale' in config.optimizer.frozen_params) == (not is_trained)
