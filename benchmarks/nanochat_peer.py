@@ -18,7 +18,7 @@ A side and seed whose settings and result are already in `--output` does not run
 file of its own.
 
 `--update` instead compares single updates: the losses of ten steps, and the parameters after 1, 2 and 10 steps, of
-maxlm and `nanochat-2025`. Both start from nanochat's initial values and have equal settings.
+maxlm with `nanochat-2025`, and of `maxlm-2026` with `nanochat`. Both start from equal values and have equal settings.
 
 Text is the sources of Python's documentation, for example of the Debian package python3.11-doc (`apt-get download
 python3.11-doc`, `dpkg-deb -x`, directory `html/_sources`; Python license). A run takes about a minute on two cores.
@@ -106,8 +106,13 @@ def main(argv: list[str]) -> int:
     results['machine'] = {**results.get('machine', {}), **machine()}
     _write(options.output, results)
     if options.update:
-        results['updates'] = compare_updates(options.nanochat, rows_file, options.work)
-        _write(options.output, results)
+        equal = tuple(f'{key}={value}' for key, value in EQUAL.items())
+        for name, side, changes in (
+            ('updates', 'nanochat-2025', equal),
+            ('updates_2026', 'nanochat', present_recipe(SIZE)),
+        ):
+            results[name] = compare_updates(options.nanochat, rows_file, options.work, side, changes)
+            _write(options.output, results)
         return EXIT_DONE
     recipe = present_recipe(size)
     base = recipe if options.base == 'maxlm-2026' else ()
@@ -136,34 +141,40 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def compare_updates(source: Path, rows_file: Path, work: Path) -> dict[str, Any]:
+def compare_updates(source: Path, rows_file: Path, work: Path, side: str, changes: tuple[str, ...]) -> dict[str, Any]:
     """Returns the losses of both sides, and the differences of the parameters, and prints them.
 
     A difference is the norm of the difference divided by the norm of nanochat's change since the start.
+
+    Args:
+        source, rows_file, work: as for `run_nanochat`.
+        side: side of nanochat.
+        changes: config keys with which maxlm computes the same.
     """
     steps = TRACED[-1]
     fields = {'steps': steps, 'trace': (0, *TRACED), 'evaluate_every': 0}
-    file = run_nanochat(source, rows_file, work, 'nanochat-2025', 0, SIZE, **fields)
+    file = run_nanochat(source, rows_file, work, side, 0, SIZE, **fields)
     trace, rows = np.load(file), np.load(rows_file)
-    config, layout = maxlm_config(SIZE, tuple(f'{key}={value}' for key, value in EQUAL.items()))
+    config, layout = maxlm_config(SIZE, changes)
     step = jax.jit(make_train_step(config, layout))
     state = init_state(config, layout)
-    initial = _from_nanochat(trace, '0')
+    is_former = side.endswith('2025')
+    initial = _from_nanochat(trace, '0', is_former=is_former)
     state = state._replace(params=_replaced(state, initial))
     losses, differences = [], {}
     for number in range(steps):
         state, metrics = step(state, row_batch(config, layout, rows, 'documents', number))
         losses.append(float(metrics['loss']))
         if number + 1 in TRACED:
-            expected = _from_nanochat(trace, str(number + 1))
+            expected = _from_nanochat(trace, str(number + 1), is_former=is_former)
             found = {'.'.join(names(path)): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
             differences[number + 1] = {
                 name: _norm(np.asarray(found[name]) - after) / max(1e-30, _norm(after - initial[name]))
                 for name, after in expected.items()
             }
     result = {
-        'settings': {**SIZE.keys(), **EQUAL},
-        'losses': {'nanochat-2025': trace['losses'].tolist(), 'maxlm': losses},
+        'settings': {**SIZE.keys(), **dict(change.split('=', 1) for change in changes)},
+        'losses': {side: trace['losses'].tolist(), 'maxlm': losses},
         'relative_differences': differences,
     }
     print(json.dumps(result, indent=1))
@@ -185,7 +196,7 @@ def _replaced(state: TrainState, values: dict[str, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(replace, state.params)
 
 
-def _from_nanochat(trace: Any, prefix: str) -> dict[str, np.ndarray]:
+def _from_nanochat(trace: Any, prefix: str, *, is_former: bool) -> dict[str, np.ndarray]:
     """Returns nanochat's arrays with the names and layouts of maxlm.
 
     nanochat rotates queries and keys in the opposite direction, which equals swapped halves of their heads.
@@ -206,6 +217,22 @@ def _from_nanochat(trace: Any, prefix: str) -> dict[str, np.ndarray]:
         ),
         'blocks.feedforward.up.kernel': stacked('mlp.c_fc'),
         'blocks.feedforward.down.kernel': stacked('mlp.c_proj'),
+        **(_added(trace, prefix) if f'{prefix}/value_embeds.1.weight' in trace and not is_former else {}),
+    }
+
+
+def _added(trace: Any, prefix: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of the parameters that nanochat gained after October 2025."""
+    layers = [layer for layer in range(SIZE.layers) if f'{prefix}/value_embeds.{layer}.weight' in trace]
+    gates = [trace[f'{prefix}/transformer.h.{layer}.attn.ve_gate.weight'].T for layer in layers]
+    return {
+        'residual_scales': trace[f'{prefix}/resid_lambdas'],
+        'embedding_scales': trace[f'{prefix}/x0_lambdas'],
+        'smear_gate': trace[f'{prefix}/smear_gate.weight'][0],
+        'smear_scale': trace[f'{prefix}/smear_lambda'],
+        'backout_scale': trace[f'{prefix}/backout_lambda'],
+        'value_embeddings': np.stack([trace[f'{prefix}/value_embeds.{layer}.weight'] for layer in layers]),
+        'value_gates': np.stack(gates),
     }
 
 

@@ -37,7 +37,8 @@ class Job(NamedTuple):
         seed: seed of the initial values.
         steps, batch, layers, width, heads: sizes.
         evaluate_every: steps between evaluations; 0 = none.
-        trace: steps whose parameters are written, instead of bits per byte; () = none.
+        trace: steps whose parameters are written, instead of bits per byte; () = none. The initial values of '2026' are
+            then not 0: with zeros, some gradients are only rounding errors, which Adam amplifies.
     """
 
     source: str
@@ -98,6 +99,13 @@ def make_model(job: Job, vocabulary: int) -> tuple[Any, Any]:
     model = gpt.GPT(config)
     model.init_weights()
     if job.recipe == '2026':
+        if job.trace:
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    if 'c_proj' in name or 've_gate' in name:
+                        param.normal_(0, 0.1)
+                    elif name in ('smear_lambda', 'backout_lambda'):
+                        param.fill_(0.4)
         # Rates and decay of base_train.py at its reference batch; see `schedule` for the decay.
         return model, model.setup_optimizer(0.008, 0.3, 0.02, weight_decay=0.28)
     for name, param in model.named_parameters():
