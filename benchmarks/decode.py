@@ -29,7 +29,6 @@ from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, InputError, exit_code
 from maxlm.hardware.chips import find_chip
-from maxlm.huggingface.config_conversion import to_config
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.engine.compiled import DECODE_OPTIONS, MAX_PASSES, CompiledFunctions, PrefillChunk
 from maxlm.inference.engine.model_runner import PendingPrompt
@@ -148,6 +147,9 @@ def measure_peer(config: Config, slots: int, context: int, passes: int) -> dict[
     """Returns the result of `benchmarks.decode_static_peer` for a model of the same shape."""
     mode = 'none' if jax.default_backend() == 'cpu' else 'reduce-overhead'
     dtype = jnp.dtype(config.model.dtype).name
+    # A machine without the packages of the conversion can measure maxlm alone.
+    from maxlm.huggingface.config_conversion import to_config
+
     task = {'config': to_config(config.model), 'slots': slots, 'context': context, 'passes': passes}
     task |= {'dtype': dtype, 'mode': mode}
     command = [sys.executable, '-m', 'benchmarks.decode_static_peer', json.dumps(task)]

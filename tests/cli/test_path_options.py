@@ -28,6 +28,8 @@ WORDS = re.compile(
     r'(?i)\b(path|file|dir|directory|folder|workdir|checkpoint|ckpt|url|gs://)s?\b|_file\b|_path\b|\bpaths\b'
 )
 NO_PATHS = {
+    'train --dry-run': 'a choice',
+    'grpo --dry-run': 'a choice',
     'recipe inputs': 'NAME=PATH, checked by the phases',
     'recipe --max-failures': 'a number',
     'prepare --exclude': 'patterns of names',

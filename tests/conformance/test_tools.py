@@ -107,7 +107,7 @@ def test_tools(tmp_path, tools):
         if options:
             # Nulls of Arrow would make the schema of the arguments invalid.
             Grammars(TOKENIZER, [TOKENIZER.end_of_document]).compile(options.grammar)
-        assert TOKENIZER.decode(conversation_ids(request.messages, SERVED, tools=shown)) == text
+        assert TOKENIZER.decode(conversation_ids(request.messages, SERVED, tools=shown)[0]) == text
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def encoded(record):
 def served(messages, model=SERVED):
     """Returns the text of the tokens of a request to the server."""
     request = parse_chat(json.dumps({'messages': messages}).encode(), max_context=1000)
-    return TOKENIZER.decode(conversation_ids(request.messages, model))
+    return TOKENIZER.decode(conversation_ids(request.messages, model)[0])
 
 
 def transformers_text(messages, tools=None, *, template=CHATML, add_generation_prompt=False):

@@ -46,7 +46,7 @@ def program_on(platform, num_devices, settings, monkeypatch):
 def gradients_on(*case):
     """Returns loss and gradients."""
     function, arguments = program_on(*case)
-    sums, grads = jax.jit(function)(*arguments)
+    sums, grads, _ = jax.jit(function)(*arguments)
     return float(sums.loss), jax.tree.map(np.asarray, grads)
 
 
@@ -70,7 +70,9 @@ def test_kernels_are_unstacked_before_the_micro_batches(monkeypatch):
     calls = []
 
     def note(params):
-        calls.append(params)
+        # Without delayed scaling there are no kernels in FP8.
+        if jax.tree.leaves(params):
+            calls.append(params)
         return unstack(params)
 
     unstack = gradients.unstack_layers

@@ -40,7 +40,7 @@ def gradients_of(config, params, num_devices=1):
     state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)._replace(params=values)
     batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     run = jax.jit(make_gradients(config, layout))
-    (losses, *_), gradients = run(state, batch, jax.random.key(0), None)
+    (losses, *_), gradients, _ = run(state, batch, jax.random.key(0), None)
     return float(jnp.sum(losses)), jax.device_get(gradients)
 
 

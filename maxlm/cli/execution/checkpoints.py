@@ -37,7 +37,7 @@ RULES = ('max_to_keep', 'keep_best', 'keep_period')
 def execute(options: argparse.Namespace) -> int:
     """Runs the subcommand."""
     commands = {'list': _list, 'verify': _verify, 'prune': _prune, 'fetch': _fetch, 'merge': _merge}
-    with Console():
+    with Console(stderr=True):
         return commands[options.command](options)
 
 

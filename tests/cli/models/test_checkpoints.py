@@ -272,7 +272,8 @@ def test_prune_is_refused_during_a_run(copy, verb):
 
 def test_fetching_a_step(saved, states, tmp_path, verb):
     code, out, err = verb('fetch', saved, '--output', tmp_path / 'local')
-    assert (code, err) == (EXIT_DONE, '')
+    assert code == EXIT_DONE
+    assert err.count('\n') == err.count('using step 8') == 1
     assert steps(tmp_path / 'local') == [8]
     assert f'{tmp_path}/local/checkpoints/8' in out
     assert same(restore(tmp_path / 'local', abstract_on(1), step=8).state, states[8])

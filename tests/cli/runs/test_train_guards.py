@@ -189,10 +189,12 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 1} | schedule
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
-    num_steps = int(re.findall(r'at 60 s per step the budget allows (\d+) steps', out)[-1])
-    # The budget of one hour allows 60 steps of a minute, minus a reserve.
+    num_steps = read_config(workdir).train.num_steps
+    # The budget of one hour allows 60 steps of a minute, minus a reserve. Changes below 2 % are not reported.
     assert 58 <= num_steps <= 60
-    assert steps_in(workdir)[-1] == num_steps == read_config(workdir).train.num_steps
+    reported = int(re.findall(r'at 60 s per step the budget allows (\d+) steps', out)[-1])
+    assert abs(reported - num_steps) <= 1
+    assert steps_in(workdir)[-1] == num_steps
     rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
     # Each step is a large share of the budget, so the length is decided early, and then rates decay to the end.
     assert int(re.findall(r'step +(\d+)  at 60 s per step', out)[0]) < 10

@@ -143,7 +143,7 @@ def test_gpu(capfd, tmp_path, config, target, options, fits):
 def test_the_documented_traffic_of_1b():
     page = (ROOT / 'docs/performance.md').read_text()
     traffic = recorded('0.10.2')[' '.join(STEP_OF_1B)]['traffic_bytes']
-    assert f'A step of 32,768 tokens of `1b` now moves {traffic / 1e9:.0f} GB on one H100' in ' '.join(page.split())
+    assert f'A step of 32,768 tokens of `1b` then moved {traffic / 1e9:.0f} GB on one H100' in ' '.join(page.split())
 
 
 def test_records_are_those_of_the_version_or_the_newest():

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from maxlm.model.layers.value_embedding import VALUE_GATES, VALUE_TABLES, value_parameters
 
 from maxlm.errors import InputError
 from maxlm.model.layers.transfer import SizeRatio, transfer_of
+from maxlm.model.value_embedding import VALUE_GATES, VALUE_TABLES, value_parameters
 from maxlm.training.optimizers.parameter_groups import settings_of
 from maxlm.training.state import init_state
 from maxlm.training.step import make_train_step

@@ -35,7 +35,7 @@ def memory_kinds(state):
 
 
 def expected_kinds(offload):
-    names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference', 'progress'}
+    names = {*TrainState._fields, 'mu', 'nu'} - {'loss_scale', 'reference', 'progress', 'fp8_history'}
     return {name: {HOST if name in ON_HOST[offload] else 'device'} for name in names}
 
 

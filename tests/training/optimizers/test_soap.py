@@ -90,22 +90,26 @@ def test_updates_are_those_of_the_paper(frequency):
 
 
 def test_planned_bytes_equal_those_of_the_state():
-    settings = {'optimizer__name': 'soap', 'mesh__fsdp': 4, 'mesh__tensor': 2}
-    config = small_config(8, **settings)
+    config = small_config(optimizer__name='soap')
     planned = planned_state_bytes(config).moments
     assert planned == state_bytes(abstract_state(config, small_layout(config))).moments
-    assert planned > planned_state_bytes(small_config(8, mesh__fsdp=4, mesh__tensor=2)).moments
+    assert planned > planned_state_bytes(small_config()).moments
 
 
-def test_sharded_training_lowers_the_loss():
-    config = small_config(8, optimizer__name='soap', optimizer__learning_rate=0.01, mesh__fsdp=4, mesh__tensor=2)
+def test_training_lowers_the_loss():
+    config = small_config(optimizer__name='soap', optimizer__learning_rate=0.01)
     layout = small_layout(config)
     state, step, losses = init_state(config, layout), jax.jit(make_train_step(config, layout)), []
-    batch = layout.put_batch(small_batch(config), 8)
+    batch = layout.put_batch(small_batch(config), config.train.global_batch_size)
     for _ in range(4):
         state, metrics = step(state, batch)
         losses.append(float(metrics['loss']))
     assert losses[-1] < losses[0] - 0.05
+
+
+def test_several_devices_are_refused():
+    with pytest.raises(InputError, match='soap: supports one device, found 8'):
+        small_config(8, optimizer__name='soap')
 
 
 def test_settings_of_other_optimizers_are_refused():

@@ -130,7 +130,10 @@ def test_an_ignored_schedule_is_found():
         ({'optimizer__groups': (('embedding', 'beta1=0.5'),)}, 'optimizer.groups=.* has no effect'),
         ({'optimizer__adam_learning_rate': 0.1}, 'optimizer.adam_learning_rate=0.1 has no effect'),
         ({'mesh__host_offload': 'optimizer'}, 'host offload requires optimizer.name=adamw'),
-        ({'optimizer__name': 'lion'}, 'must be one of adamw, muon, or a function of yours as package.module:name'),
+        (
+            {'optimizer__name': 'lion'},
+            'must be one of adamw, muon, soap, or a function of yours as package',
+        ),
         ({'optimizer__name': 'my-module:lion'}, 'must have the form package.module:name'),
         ({'optimizer__schedule': 'cos'}, "package.module:name; did you mean 'cosine'"),
     ],
