@@ -107,11 +107,11 @@ def main(argv: list[str]) -> int:
     _write(options.output, results)
     if options.update:
         equal = tuple(f'{key}={value}' for key, value in EQUAL.items())
-        for name, side, changes in (
+        for name, side, keys in (
             ('updates', 'nanochat-2025', equal),
             ('updates_2026', 'nanochat', present_recipe(SIZE)),
         ):
-            results[name] = compare_updates(options.nanochat, rows_file, options.work, side, changes)
+            results[name] = compare_updates(options.nanochat, rows_file, options.work, side, keys)
             _write(options.output, results)
         return EXIT_DONE
     recipe = present_recipe(size)
