@@ -69,6 +69,6 @@ def test_unmeasured_claims_have_no_result(claim):
 
 
 def test_controls():
-    # What has been measured is found.
+    # The patterns match existing result files and the usual wording.
     assert list(RESULTS.glob(f'1b{GPU}'))
     assert UNMEASURED.search('No step has been timed on a GPU.')

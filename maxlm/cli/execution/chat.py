@@ -21,13 +21,7 @@ def execute(options: argparse.Namespace) -> None:
     # In a pipe, the output consists of the answers.
     with Console(stderr=not terminal.is_interactive), resolved_checkpoint(options.checkpoint) as checkpoint:
         model = load_model(checkpoint, num_devices=1, quantize=options.quantize)
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
+    sampling = sampling_of(options)
     engine = Engine(model, num_slots=1, cache=options.kv_cache_dtype, num_draft_tokens=options.num_draft_tokens)
 
     def request(ids: list[int]) -> Request:
@@ -46,6 +40,17 @@ def execute(options: argparse.Namespace) -> None:
     # The engine owns the parameters.
     del model
     session.run()
+
+
+def sampling_of(options: argparse.Namespace) -> Sampling:
+    """Returns the sampling settings of a command's options."""
+    return Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+    )
 
 
 def standard_terminal() -> Terminal:

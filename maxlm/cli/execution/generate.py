@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from maxlm.cli.execution.chat import standard_terminal
+from maxlm.cli.execution.chat import sampling_of, standard_terminal
 from maxlm.errors import InputError, os_message
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import Engine
@@ -15,7 +15,6 @@ from maxlm.inference.engine.interactive import ChatSession, continue_lines, stre
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.prompts import chat_prompt, infill_prompt, text_prompt
-from maxlm.inference.sampling import Sampling
 from maxlm.log import Console, progress_bar
 from maxlm.storage.regular_files import read_text
 
@@ -23,13 +22,7 @@ from maxlm.storage.regular_files import read_text
 def execute(options: argparse.Namespace) -> None:
     """Prints each prompt with its completions or answers, or writes them to a file."""
     texts = [*(options.prompt or []), *(_read(path) for path in options.prompt_file or [])]
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
+    sampling = sampling_of(options)
 
     with Console(stderr=True):
         model = load_model(options.checkpoint, num_devices=1, quantize=options.quantize)
