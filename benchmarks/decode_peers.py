@@ -34,7 +34,7 @@ from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
 from maxlm.data.tokenizer.tokenizer import train_bpe
 from maxlm.errors import EXIT_DONE, InputError, exit_code
-from maxlm.huggingface.export_gguf import export_gguf
+from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.huggingface.import_model import import_model
 from maxlm.log import progress_bar
 

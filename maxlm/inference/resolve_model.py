@@ -1,4 +1,4 @@
-"""Resolves a model argument: a checkpoint, or a model of Transformers or nanochat."""
+"""Resolves a model argument: a checkpoint, or a model of Transformers, GGUF or nanochat."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maxlm.errors import InputError
+from maxlm.huggingface.gguf.import_gguf import find_gguf, import_gguf
 from maxlm.huggingface.import_model import Imported, import_model
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
 from maxlm.log import logger
 from maxlm.storage.filesystem import is_url
 from maxlm.workdir.files import TOKENIZER
-from maxlm.workdir.model_directory import NANOCHAT, model_format
+from maxlm.workdir.model_directory import GGUF, NANOCHAT, model_format
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 
 
@@ -21,7 +22,7 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     """Yields a checkpoint for `load_model`.
 
-    A model in the format of Transformers or nanochat is imported into a temporary workdir, which is deleted on exit.
+    A model in one of these formats is imported into a temporary workdir, which is deleted on exit.
     Other arguments are already checkpoints.
 
     Raises:
@@ -42,6 +43,9 @@ def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
 
 
 def _import(checkpoint: str, workdir: str) -> Imported:
+    file = find_gguf(checkpoint) if model_format(checkpoint) == GGUF else None
+    if file is not None:
+        return import_gguf(file, workdir, tokenizer='', show=True)
     found = find_checkpoint(checkpoint) if model_format(checkpoint) == NANOCHAT else None
     if found is None:
         return import_model(checkpoint, workdir, show=True)

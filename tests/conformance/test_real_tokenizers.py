@@ -15,7 +15,7 @@ import transformers
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.gguf_tokenizer import CONTROL, vocabulary
+from maxlm.huggingface.gguf.vocabulary import CONTROL, vocabulary
 from maxlm.huggingface.tokenizer_files import files_for_export, files_for_import
 from tests.conformance import real_models
 from tests.conformance.real_models_prompts import LICENSE, TEXTS

@@ -8,9 +8,10 @@ import re
 from maxlm.cli.hints import print_generate, print_next
 from maxlm.errors import EXIT_DONE, InputError
 from maxlm.formatting import format_bytes
-from maxlm.huggingface.export_gguf import BLOCK, export_gguf
 from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.export_peft import export_adapter
+from maxlm.huggingface.gguf.export_gguf import BLOCK, export_gguf
+from maxlm.huggingface.gguf.import_gguf import find_gguf, import_gguf
 from maxlm.huggingface.import_model import Imported, import_model
 from maxlm.huggingface.nanochat.export_checkpoint import export_checkpoint
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
@@ -87,12 +88,14 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> Imported:
+    if file := find_gguf(options.input):
+        return import_gguf(file, options.output, tokenizer=options.tokenizer, show=True)
     if checkpoint := find_checkpoint(options.input):
         return import_checkpoint(checkpoint, options.output, tokenizer=options.tokenizer, show=True)
     if options.tokenizer:
         raise InputError(
-            f'--tokenizer={options.tokenizer}: applies only to checkpoints of nanochat, and --input={options.input} is '
-            'none; copy tokenizer.json into that directory instead'
+            f'--tokenizer={options.tokenizer}: applies only to GGUF files and checkpoints of nanochat, and '
+            f'--input={options.input} is neither; copy tokenizer.json into that directory instead'
         )
     return import_model(options.input, options.output, show=True)
 

@@ -1,6 +1,6 @@
 """Imports and exports models in the formats of Hugging Face Transformers, GGUF and nanochat, on local disks.
 
-    maxlm hf import --input=DIR --output=WORKDIR [--tokenizer=FILE|DIR|ids:N]
+    maxlm hf import --input=DIR|FILE.gguf --output=WORKDIR [--tokenizer=FILE|DIR|ids:N]
     maxlm hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
     maxlm hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
     maxlm hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
@@ -12,8 +12,9 @@ workdir with the model as step 0, for evaluation, generation, and further traini
 export-adapter writes only the adapters, for PEFT. export-gguf writes one file for llama.cpp, for the architectures that
 it runs (docs/models.md). Quantized weights are dequantized.
 
-import also reads the files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without
-running their pickles, and export-nanochat writes them.
+import also reads GGUF files of the same architectures, dequantized, with their vocabulary and chat template, and the
+files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without running their pickles.
+export-nanochat writes them.
 """
 
 from __future__ import annotations
@@ -52,23 +53,24 @@ def make_parser() -> ArgumentParser:
 
     importer = command(
         'import',
-        'creates a workdir from a directory of Transformers or nanochat',
+        'creates a workdir from a model of Transformers, llama.cpp (GGUF) or nanochat',
         '--input=Qwen3-0.6B --output=runs/qwen3',
     )
     local = PathOption(Kind.DIRECTORY)
     importer.add_argument(
         '--input',
-        type=PathOption(advice='give a local directory, or a local model_NNNNNN.pt'),
+        type=PathOption(advice='give a local directory, or a local .gguf file or model_NNNNNN.pt'),
         required=True,
-        help='Transformers directory with config.json and safetensors, directory of nanochat with model_NNNNNN.pt and '
-        'meta_NNNNNN.json (its newest step), or one model_NNNNNN.pt',
+        help='Transformers directory with config.json and safetensors, GGUF file, directory of nanochat with '
+        'model_NNNNNN.pt and meta_NNNNNN.json (its newest step), or one model_NNNNNN.pt',
     )
     importer.add_argument(
         '--tokenizer',
         type=PathOption(may_be_empty=True),
         default='',
-        help='for nanochat: tokenizer.pkl, tokenizer.json or their directory, or ids:N[:END] for N token ids as text, '
-        "of which END ends documents (default: beside the checkpoint, or in nanochat's directory tokenizer)",
+        help='for GGUF: tokenizer.json or its directory (default: the vocabulary of the file); for nanochat: also '
+        'tokenizer.pkl, or ids:N[:END] for N token ids as text, of which END ends documents (default: beside the '
+        "checkpoint, or in nanochat's directory tokenizer)",
     )
     importer.add_argument('--output', type=local, required=True, help='new workdir')
     exporter = command(

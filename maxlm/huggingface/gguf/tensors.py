@@ -20,7 +20,7 @@ import numpy as np
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.families import is_of_experts
-from maxlm.huggingface.architectures.gguf import GgufArchitecture
+from maxlm.huggingface.gguf.architectures import GgufArchitecture
 from maxlm.huggingface.state_dict import Tensor
 
 Shape = tuple[int, ...]
@@ -36,6 +36,7 @@ class GgufTensor(NamedTuple):
         sources: dotted paths of maxlm's parameters.
         layer: index into the leading axis of the sources; None if they have no such axis.
         convert: arrays of the sources → one array of `shape`, often a view.
+        invert: one array of `shape` → arrays of the sources.
         is_float32: llama.cpp requires float32 values.
     """
 
@@ -45,6 +46,7 @@ class GgufTensor(NamedTuple):
     sources: tuple[str, ...]
     layer: int | None
     convert: Callable[[Sequence[np.ndarray]], np.ndarray]
+    invert: Callable[[np.ndarray], Sequence[np.ndarray]]
     is_float32: bool
 
 
@@ -59,22 +61,29 @@ def gguf_tensors(rows: Sequence[Tensor], model: ModelConfig, target: GgufArchite
     """
     found: dict[str, GgufTensor] = {}
     for row in rows:
-        for hf_name, shape, sources, convert in _parts(row, model, target):
+        for part in _parts(row, model, target):
             # The name of attention sinks has no suffix.
-            full = hf_name if hf_name.endswith(('.weight', '.bias')) else f'{hf_name}.weight'
+            full = part.hf_name if part.hf_name.endswith(('.weight', '.bias')) else f'{part.hf_name}.weight'
             name = names.get_name(full, try_suffixes=('.weight', '.bias'))
-            assert name is not None, hf_name
-            is_float32 = len(shape) == 1 or name.endswith('.bias') or '.ffn_gate_inp.' in name
+            assert name is not None, part.hf_name
+            is_float32 = len(part.shape) == 1 or name.endswith('.bias') or '.ffn_gate_inp.' in name
             # All experts of a layer have the same name.
-            found.setdefault(name, GgufTensor(name, hf_name, shape, sources, row.layer, convert, is_float32))
+            found.setdefault(name, GgufTensor(name, *part[:3], row.layer, part.convert, part.invert, is_float32))
     return list(found.values())
 
 
-_Part = tuple[str, Shape, tuple[str, ...], Callable[[Sequence[np.ndarray]], np.ndarray]]
+class _Part(NamedTuple):
+    """Name, shape, sources and conversions of a tensor."""
+
+    hf_name: str
+    shape: Shape
+    sources: tuple[str, ...]
+    convert: Callable[[Sequence[np.ndarray]], np.ndarray]
+    invert: Callable[[np.ndarray], Sequence[np.ndarray]]
 
 
 def _parts(row: Tensor, model: ModelConfig, target: GgufArchitecture) -> Iterator[_Part]:
-    """Yields name, shape, sources and conversion of the tensors that replace a tensor of Transformers."""
+    """Yields the tensors that replace a tensor of Transformers."""
     if is_of_experts(row.sources[0]):
         # gguf knows these names for the experts of all architectures.
         module = '.'.join(row.name.split('.')[:3]) + '.mlp.experts'
@@ -82,15 +91,29 @@ def _parts(row: Tensor, model: ModelConfig, target: GgufArchitecture) -> Iterato
             kind, leaf = source.split('.')[-2:]
             if leaf == 'kernel':
                 transposed = (shape[0], shape[2], shape[1])
-                yield f'{module}.{kind}_proj.weight', transposed, (source,), lambda arrays: arrays[0].mT
+                name = f'{module}.{kind}_proj.weight'
+                yield _Part(name, transposed, (source,), lambda arrays: arrays[0].mT, lambda array: [array.mT])
             else:
-                yield f'{module}.{kind}_proj.bias', shape, (source,), lambda arrays: arrays[0]
+                name = f'{module}.{kind}_proj.bias'
+                yield _Part(name, shape, (source,), lambda arrays: arrays[0], lambda array: [array])
     elif row.name.endswith('.kv_b_proj.weight'):
         prefix = row.name.removesuffix('kv_b_proj.weight')
         (C, N, P), (_, _, V) = row.source_shapes
         keys, values = row.sources
-        yield f'{prefix}k_b_proj.weight', (N, C, P), (keys,), lambda arrays: arrays[0].transpose(1, 0, 2)
-        yield f'{prefix}v_b_proj.weight', (N, V, C), (values,), lambda arrays: arrays[0].transpose(1, 2, 0)
+        yield _Part(
+            f'{prefix}k_b_proj.weight',
+            (N, C, P),
+            (keys,),
+            lambda arrays: arrays[0].transpose(1, 0, 2),
+            lambda array: [array.transpose(1, 0, 2)],
+        )
+        yield _Part(
+            f'{prefix}v_b_proj.weight',
+            (N, V, C),
+            (values,),
+            lambda arrays: arrays[0].transpose(1, 2, 0),
+            lambda array: [array.transpose(2, 0, 1)],
+        )
     else:
         name = row.name.replace('e_score_correction_bias', 'e_score_correction.bias')
 
@@ -100,13 +123,27 @@ def _parts(row: Tensor, model: ModelConfig, target: GgufArchitecture) -> Iterato
                 values = interleave_rotary(row.name, values, model)
             return values + 1 if model.norm_unit_offset and row.name.endswith('norm.weight') else values
 
-        yield name, row.shape, row.sources, convert
+        def invert(array: np.ndarray) -> Sequence[np.ndarray]:
+            values = array - 1 if model.norm_unit_offset and row.name.endswith('norm.weight') else array
+            if target.is_interleaved:
+                values = separate_rotary(row.name, values, model)
+            return row.from_hf(values)
+
+        yield _Part(name, row.shape, row.sources, convert, invert)
 
 
 def interleave_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
     """Permutes a Transformers tensor for interleaved rotation: interleaves the halves of each query and key head."""
+    return _permute_heads(name, values, model, (2, model.head_dim // 2))
+
+
+def separate_rotary(name: str, values: np.ndarray, model: ModelConfig) -> np.ndarray:
+    """Returns the inverse of `interleave_rotary`."""
+    return _permute_heads(name, values, model, (model.head_dim // 2, 2))
+
+
+def _permute_heads(name: str, values: np.ndarray, model: ModelConfig, axes: tuple[int, int]) -> np.ndarray:
     heads = {'q_proj': model.num_heads, 'k_proj': model.num_kv_heads}.get(name.split('.')[-2])
     if heads is None:
         return values
-    rest = values.shape[1:]
-    return values.reshape(heads, 2, model.head_dim // 2, *rest).swapaxes(1, 2).reshape(values.shape)
+    return values.reshape(heads, *axes, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

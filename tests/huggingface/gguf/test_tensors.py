@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.gguf.export_gguf import export_gguf
 from tests.huggingface.expert_models import EXPERT_MODELS
-from tests.huggingface.gguf_files import gguf, read
+from tests.huggingface.gguf.files import gguf, read
 from tests.huggingface.workdirs import make_workdir
 
 WITH_EXPERTS = {

@@ -28,28 +28,30 @@ _O200K = (
     rf'[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDINGS}|'
     r'\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+# The split of Mistral's tokenizers since 2024, which llama.cpp calls tekken.
+O200K_WITHOUT_CONTRACTIONS = _O200K.replace(_ENDINGS, '').replace(r'\p{N}{1,3}', r'\p{N}')
 _DEEPSEEK = (
     r'\p{N}{1,3}',
     '[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+',
     '[!"#$%&\'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+|'
     ' ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+',
 )
-_GPT2 = 'gpt-2'
-_SPLITS = {
-    (_GPT2,): _GPT2,
-    (r'\p{N}', _GPT2): 'starcoder',
+GPT2 = 'gpt-2'
+SPLITS = {
+    (GPT2,): GPT2,
+    (r'\p{N}', GPT2): 'starcoder',
     (_WORDS.replace('{numbers}', r'\p{N}{1,3}'),): 'llama-bpe',
     (_WORDS.replace('{numbers}', r'\p{N}'),): 'qwen2',
     (_O200K,): 'gpt-4o',
     _DEEPSEEK: 'deepseek-v3',
 }
 # Steps of SentencePiece's tokenizers, in which `▁` represents a space.
-_SPACE = '▁'
-_REPLACE = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': _SPACE}
-_PREPEND = {'type': 'Sequence', 'normalizers': [{'type': 'Prepend', 'prepend': _SPACE}, _REPLACE]}
+SPACE = '▁'
+REPLACE = {'type': 'Replace', 'pattern': {'String': ' '}, 'content': SPACE}
+PREPEND = {'type': 'Sequence', 'normalizers': [{'type': 'Prepend', 'prepend': SPACE}, REPLACE]}
 # This step changes nothing, because the normalizer has replaced all spaces.
 _AFTER_SPACES = {'type': 'Split', 'pattern': {'String': ' '}, 'behavior': 'MergedWithPrevious', 'invert': False}
-_BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
+BYTES = [f'<0x{byte:02X}>' for byte in range(256)]
 
 
 class Vocabulary(NamedTuple):
@@ -126,7 +128,7 @@ def _sentencepiece(tokenizer: Mapping[str, Any], vocab_size: int, source: str) -
     vocab, unknown = model['vocab'], model['unk_token']
     tokens, types = _tokens(tokenizer, vocab_size)
     merges = [tuple(merge.split(' ') if isinstance(merge, str) else merge) for merge in model['merges']]
-    ids = [vocab.get(token) for token in (*_BYTES, unknown)]
+    ids = [vocab.get(token) for token in (*BYTES, unknown)]
     if add_space is None or None in ids or model.get('ignore_merges') or not _are_of_scores(merges, tokenizer):
         raise InputError(
             f'{source}: GGUF export supports BPE with byte_fallback only as converted from SentencePiece, with the '
@@ -137,7 +139,7 @@ def _sentencepiece(tokenizer: Mapping[str, Any], vocab_size: int, source: str) -
     types[ids[-1]] = UNKNOWN
     for index, token in enumerate(tokens):
         # Merges produce these tokens. As user-defined tokens, their text would be printed without spaces.
-        if types[index] == USER_DEFINED and _SPACE in token:
+        if types[index] == USER_DEFINED and SPACE in token:
             types[index] = NORMAL
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(merges):
@@ -150,7 +152,7 @@ def _are_of_scores(merges: list[tuple[str, ...]], tokenizer: Mapping[str, Any]) 
     """Returns True if scores express the merges: all merges of a token have one priority, and none is missing."""
     vocab, known = tokenizer['model']['vocab'], set(merges)
     # These tokens are found before merges apply.
-    others = {*_BYTES, *(added['content'] for added in tokenizer['added_tokens'])}
+    others = {*BYTES, *(added['content'] for added in tokenizer['added_tokens'])}
     produced = [left + right for left, right in merges]
     order = [token for token, _ in itertools.groupby(token for token in produced if token not in others)]
     return len(order) == len(set(order)) and not any(
@@ -166,11 +168,11 @@ def _adds_space(normalizer: Mapping[str, Any] | None, pre_tokenizer: Mapping[str
     if normalizer is None and pre_tokenizer is not None and pre_tokenizer['type'] == 'Metaspace':
         # llama.cpp also adds the space after each special token and before a leading space.
         first = pre_tokenizer.get('prepend_scheme') in ('first', 'always')
-        is_plain = pre_tokenizer['replacement'] == _SPACE and pre_tokenizer.get('split') is False
+        is_plain = pre_tokenizer['replacement'] == SPACE and pre_tokenizer.get('split') is False
         return True if first and is_plain else None
     if pre_tokenizer not in (None, _AFTER_SPACES):
         return None
-    return True if normalizer == _PREPEND else False if normalizer == _REPLACE else None
+    return True if normalizer == PREPEND else False if normalizer == REPLACE else None
 
 
 def _split(node: Mapping[str, Any] | None, *, is_split: bool) -> str:
@@ -181,9 +183,9 @@ def _split(node: Mapping[str, Any] | None, *, is_split: bool) -> str:
     if last['type'] != 'ByteLevel' or last['add_prefix_space']:
         return ''
     if not steps and not is_split:
-        return _GPT2
-    patterns = [_pattern(step) for step in steps] + ([_GPT2] if last['use_regex'] else [])
-    return _SPLITS.get(tuple(patterns), '')
+        return GPT2
+    patterns = [_pattern(step) for step in steps] + ([GPT2] if last['use_regex'] else [])
+    return SPLITS.get(tuple(patterns), '')
 
 
 def _pattern(step: Mapping[str, Any]) -> str:

@@ -19,6 +19,10 @@ from maxlm.errors import InputError
 from maxlm.model.layers.masks import layer_kinds, layer_windows
 from maxlm.model.layers.rope import longrope_attention_factor
 
+# Tensors of frequency factors.
+FACTORS_LLAMA3 = 'rope_freqs.weight'
+FACTORS_LONGROPE = ('rope_factors_long.weight', 'rope_factors_short.weight')
+
 
 class Gating(enum.Enum):
     """Values of llama.cpp's `llama_expert_gating_func_type` by `model.router_score`."""
@@ -117,7 +121,7 @@ def _add_gpt_oss(writer: Any, model: ModelConfig) -> None:
 
 
 # Mistral differs from Llama only by a sliding window, which is rejected. OLMo 3 differs from OLMo 2 by its windows.
-_ARCHITECTURES = {
+GGUF_ARCHITECTURES = {
     'llama': GgufArchitecture('llama', is_interleaved=True),
     'mistral': GgufArchitecture('llama', is_interleaved=True),
     'qwen2': GgufArchitecture('qwen2'),
@@ -136,6 +140,8 @@ _ARCHITECTURES = {
     'gpt_oss': GgufArchitecture('gpt-oss', pattern='SL', add_metadata=_add_gpt_oss),
     'starcoder2': GgufArchitecture('starcoder2'),
 }
+# Kind of file → model_type, the first of several.
+KINDS = {row.kind: architecture for architecture, row in reversed(GGUF_ARCHITECTURES.items())}
 # Settings of YaRN that llama.cpp does not read from the file.
 _YARN = {'rope_beta_slow': 1.0, 'rope_beta_fast': 32.0, 'rope_truncate': True, 'rope_attention_factor': 0.0}
 # llama.cpp rounds the bounds also for gpt-oss, which was trained without rounding. DeepSeek multiplies the scores by a
@@ -145,7 +151,7 @@ _YARN_OF = {
     'deepseek2': {**_YARN, 'rope_attention_factor': 1.0},
 }
 # Activations by kind; others have `swiglu`.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     'starcoder2': 'gelu_tanh',
     'gemma2': 'geglu_tanh',
     'gemma3': 'geglu_tanh',
@@ -157,7 +163,7 @@ _UNBIASED = ('qwen3', 'qwen3moe', 'olmo2', 'gemma2', 'gemma3', 'phi3', 'deepseek
 # Numbers of layers for which llama.cpp expects queries without a latent, as in DeepSeek-V2-Lite.
 _LITE_DEEPSEEK = (26, 27)
 # Layers of the 27B models, for which llama.cpp divides scores by sqrt(dim / num_heads) instead of sqrt(head_dim).
-_WIDE_GEMMA = {'gemma2': 46, 'gemma3_text': 62}
+WIDE_GEMMA = {'gemma2': 46, 'gemma3': 62}
 
 
 def gguf_architecture(model: ModelConfig, architecture: str, source: str) -> GgufArchitecture:
@@ -171,11 +177,11 @@ def gguf_architecture(model: ModelConfig, architecture: str, source: str) -> Ggu
     Raises:
         InputError: llama.cpp does not run the model. The message names the setting.
     """
-    if architecture not in _ARCHITECTURES:
+    if architecture not in GGUF_ARCHITECTURES:
         raise InputError(
             f'{source}: GGUF export does not support {architecture} models; export it for Transformers instead'
         )
-    row = _ARCHITECTURES[architecture]
+    row = GGUF_ARCHITECTURES[architecture]
     found = _unsupported(model, architecture, row)
     if found:
         raise InputError(f'{source}: {found}; export the model for Transformers instead')
@@ -209,7 +215,7 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if row.kind == 'deepseek2' and bool(model.q_lora_rank) == (model.num_layers in _LITE_DEEPSEEK):
         rank = '0' if model.q_lora_rank else 'a rank above 0'
         return f'model.q_lora_rank={model.q_lora_rank}: {row.kind} files of {model.num_layers} layers require {rank}'
-    activation = _ACTIVATIONS.get(row.kind, 'swiglu')
+    activation = ACTIVATIONS.get(row.kind, 'swiglu')
     if model.activation != activation:
         return f'model.activation={model.activation}: {row.kind} files require {activation}'
     if row.kind in _BIASED and not model.use_bias:
@@ -231,7 +237,7 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
     if row.kind == 'gemma3' and not local and scaling != 'none':
         return f'model.rope_local_theta={local}: {row.kind} files do not scale the positions of S layers'
     if row.kind in ('gemma2', 'gemma3'):
-        is_wide = model.num_layers == _WIDE_GEMMA[architecture]
+        is_wide = model.num_layers == WIDE_GEMMA[row.kind]
         required = (model.dim / model.num_heads if is_wide else model.head_dim) ** -0.5
         if not math.isclose(model.attention_multiplier or model.head_dim**-0.5, required, rel_tol=1e-6):
             return f'model.attention_multiplier={model.attention_multiplier}: {row.kind} files require {required:g}'
@@ -241,19 +247,21 @@ def _unsupported(model: ModelConfig, architecture: str, row: GgufArchitecture) -
 
 
 def frequency_factors(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Returns the divisors of rotary frequencies [num_rotated_pairs] in float32 by the name of their tensor.
-
-    Formula of llama3: Transformers, `modeling_rope_utils.py`.
-    """
+    """Returns the divisors of rotary frequencies [num_rotated_pairs] in float32 by the name of their tensor."""
     if model.rope_scaling == 'longrope':
-        tensors = {'rope_factors_long.weight': model.rope_long_factors}
-        tensors['rope_factors_short.weight'] = model.rope_short_factors
-        return {name: np.array(values, np.float32) for name, values in tensors.items()}
+        values = (model.rope_long_factors, model.rope_short_factors)
+        return {name: np.array(factors, np.float32) for name, factors in zip(FACTORS_LONGROPE, values, strict=True)}
     if model.rope_scaling != 'llama3':
         return {}
-    frequencies = model.rope_theta ** (-np.arange(0, model.head_dim, 2) / model.head_dim)
-    turns = model.original_max_positions * frequencies / (2 * math.pi)
-    low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+    bounds = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.original_max_positions)
+    factors = llama3_factors(model.head_dim, model.rope_theta, model.rope_scaling_factor, *bounds)
+    return {FACTORS_LLAMA3: factors.astype(np.float32)}
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float, low: float, high: float, original: int) -> np.ndarray:
+    """Returns the divisors of llama3 scaling [head_dim / 2]. Formula: Transformers, `modeling_rope_utils.py`."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    turns = original * frequencies / (2 * math.pi)
     ramp = np.clip((turns - low) / (high - low), 0, 1)
-    factors: np.ndarray = 1 / ((1 - ramp) / model.rope_scaling_factor + ramp)
-    return {'rope_freqs.weight': factors.astype(np.float32)}
+    divisors: np.ndarray = 1 / ((1 - ramp) / factor + ramp)
+    return divisors

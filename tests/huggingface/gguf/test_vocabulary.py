@@ -6,7 +6,7 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface.gguf_tokenizer import vocabulary
+from maxlm.huggingface.gguf.vocabulary import vocabulary
 from tests.huggingface.sentencepiece_tokenizer import PIECES, REPLACE, sentencepiece_tokenizer
 
 LLAMA3 = (

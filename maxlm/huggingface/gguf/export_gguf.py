@@ -17,11 +17,12 @@ from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
-from maxlm.huggingface.architectures.gguf import frequency_factors, gguf_architecture
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import check_shapes
-from maxlm.huggingface.gguf_tensors import GgufTensor, gguf_tensors
-from maxlm.huggingface.gguf_tokenizer import vocabulary
+from maxlm.huggingface.gguf.architectures import frequency_factors, gguf_architecture
+from maxlm.huggingface.gguf.library import load_gguf
+from maxlm.huggingface.gguf.tensors import GgufTensor, gguf_tensors
+from maxlm.huggingface.gguf.vocabulary import vocabulary
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
 from maxlm.log import progress_bar
@@ -55,7 +56,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
         InputError: GGUF does not support the model or the tokenizer, the checkpoint cannot be read, a value is not
             finite or exceeds float16, the output cannot be written, or gguf is not installed. No file remains.
     """
-    gguf = _library()
+    gguf = load_gguf()
     path = _check_new_file(output)
     step_directory = find_local_step(checkpoint)
     workdir = Path(step_directory.parent.parent)
@@ -102,14 +103,6 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     )
     parameters = sum(math.prod(tensor.shape) for tensor in rows)
     return ExportedGguf(path, kind, parameters, path.stat().st_size, float16_tensors)
-
-
-def _library() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise InputError("GGUF export requires the package gguf; run pip install 'maxlm[gguf]'") from error
-    return gguf
 
 
 def _check_new_file(output: str) -> Path:

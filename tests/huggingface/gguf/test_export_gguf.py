@@ -15,15 +15,15 @@ from safetensors.numpy import load_file
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer, chars_tokenizer, train_bpe
 from maxlm.errors import InputError
-from maxlm.huggingface import gguf_tensors
 from maxlm.huggingface.config_conversion import choose_architecture
-from maxlm.huggingface.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.gguf import tensors as gguf_tensors
+from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.inference.load import load_model
 from maxlm.training.state import abstract_model
 from tests.conftest import ROOT
 from tests.huggingface.expert_models import EXPERT_MODELS
-from tests.huggingface.gguf_files import gguf, read
+from tests.huggingface.gguf.files import gguf, read
 from tests.huggingface.sentencepiece_tokenizer import sentencepiece_tokenizer
 from tests.huggingface.workdirs import MODELS, make_exported, make_workdir, parameters
 from tests.small import model_keys, small_config

@@ -1,0 +1,20 @@
+"""Loads the optional package gguf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maxlm.errors import InputError
+
+
+def load_gguf() -> Any:
+    """Returns the package gguf.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise InputError("GGUF files require the package gguf; run pip install 'maxlm[gguf]'") from error
+    return gguf
