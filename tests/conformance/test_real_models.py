@@ -20,6 +20,8 @@ import pytest
 from safetensors import safe_open
 
 from benchmarks.step import machine
+from maxlm.checkpoint.fetch import find_local_step
+from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.storage.json_text import parse_json
 from tests.conformance.real_models import (
     GEMMA3,
@@ -45,6 +47,7 @@ SERVED = slice(None, None, 4)
 class Imported(NamedTuple):
     """A published model, its import, and what Transformers computes for it."""
 
+    gguf: Path
     original: Path
     workdir: Path
     requests: list[dict[str, Any]]
@@ -84,9 +87,9 @@ def model(request, tmp_path_factory):
     run_process('tests.conformance.real_models_reference', 'answers', original, folder / 'expected.json')
     expected = parse_json((folder / 'expected.json').read_bytes())
     is_chat = (original / 'chat_template.jinja').is_file()
-    return Imported(
-        original, folder / 'imported', requests(has_template=is_chat), expected, np.load(folder / 'expected.npy')
-    )
+    answers = requests(has_template=is_chat)
+    logits = np.load(folder / 'expected.npy')
+    return Imported(MODELS[request.param].gguf, original, folder / 'imported', answers, expected, logits)
 
 
 def run_maxlm(*arguments: object) -> str:
@@ -124,6 +127,31 @@ def test_greedy_texts_logits_and_loss_equal_transformers(model, tmp_path, record
     record('equal_texts', len(found['requests']))
     assert largest < LOGITS
     assert found['loss'] == pytest.approx(model.expected['loss'], abs=LOSS)
+
+
+def test_the_published_gguf_file_is_the_same_model(model, tmp_path, record):
+    run_maxlm('hf', 'import', '--input', model.gguf, '--output', tmp_path / 'imported')
+    readers = [ParamsReader(find_local_step(str(workdir))) for workdir in (model.workdir, tmp_path / 'imported')]
+    assert readers[0].shapes == readers[1].shapes
+    assert [path for path in readers[0].shapes if not np.array_equal(*(each.read(path) for each in readers))] == []
+    # Quantized weights are trained and run in bfloat16, and Transformers computed the texts in float32.
+    config = tmp_path / 'imported' / 'config.json'
+    config.write_text(config.read_text().replace('"dtype": "bfloat16"', '"dtype": "float32"'))
+    run_process('tests.conformance.real_models_maxlm', 'answers', tmp_path / 'imported', tmp_path / 'found.json')
+    found = parse_json((tmp_path / 'found.json').read_bytes())
+    for key in ('ids', 'text'):
+        rows = column(found['requests'], key), column(model.expected['requests'], key)
+        assert different(model.requests, *rows) == {}
+    # Control: llama.cpp reads the tokenizer of the file itself.
+    (tmp_path / 'requests.json').write_text(json.dumps(model.requests))
+    run_process(
+        'tests.conformance.real_models_llama_cpp',
+        *(model.gguf, tmp_path / 'requests.json', tmp_path / 'llama_cpp.json'),
+        pythonpath=[package_directory('xllamacpp')],
+    )
+    counts = column(parse_json((tmp_path / 'llama_cpp.json').read_bytes()), 'prompt_tokens')
+    assert counts == [len(row['ids']) for row in found['requests']]
+    record('equal_texts_of_published_gguf', len(counts))
 
 
 # The files have 4-bit weights with a scale and a minimum for every 32 values. int4 has no minimum, so it rounds again.

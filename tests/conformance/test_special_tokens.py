@@ -17,8 +17,8 @@ from maxlm.data.tokenizer.extension import boundary_change
 from maxlm.data.tokenizer.text_boundaries import BY_NAME, TEXT_BOUNDARIES_FILE, describe_boundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.huggingface.export_model import export_model
+from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.huggingface.import_model import import_model
 from maxlm.trainer.run_context import RunContext
 from tests.conformance.special_tokens import ID, Files, make_library, write_model, write_tokenizer

@@ -12,9 +12,9 @@ workdir with the model as step 0, for evaluation, generation, and further traini
 export-adapter writes only the adapters, for PEFT. export-gguf writes one file for llama.cpp, for the architectures that
 it runs (docs/models.md). Quantized weights are dequantized.
 
-import also reads GGUF files of the same architectures, dequantized, with their vocabulary and chat template, and the
-files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without running their pickles.
-export-nanochat writes them.
+import also reads GGUF files of the same architectures, dequantized, with their vocabulary and chat template. It reads
+the files of nanochat (model_NNNNNN.pt, meta_NNNNNN.json, tokenizer.pkl) without PyTorch and without running their
+pickles, and export-nanochat writes them.
 """
 
 from __future__ import annotations

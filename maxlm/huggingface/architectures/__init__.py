@@ -1,1 +1,1 @@
-"""Architectures of Transformers and GGUF: their keys, and the models that they can express."""
+"""Architectures of Transformers: their keys, and the models that they can express."""

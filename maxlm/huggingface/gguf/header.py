@@ -121,15 +121,19 @@ def _parts(path: Path) -> list[Path]:
     return paths
 
 
+class _DamagedFileError(Exception):
+    """A description of the damage, without the path and the remedy."""
+
+
 class _Cursor:
-    """Reads values from the beginning of a file; ValueError at its end."""
+    """Reads values from the beginning of a file; raises _DamagedFileError at its end."""
 
     def __init__(self, data: mmap.mmap):
         self.data, self.position = data, 0
 
     def take(self, size: int) -> bytes:
         if size > len(self.data) - self.position:
-            raise ValueError('it ends in its header')
+            raise _DamagedFileError('it ends in its header')
         self.position += size
         return self.data[self.position - size : self.position]
 
@@ -150,10 +154,10 @@ class _Cursor:
                 return values.tolist()
             # Each value has at least the 8 bytes of its length.
             if count > len(self.data) // 8:
-                raise ValueError('it ends in its header')
+                raise _DamagedFileError('it ends in its header')
             return [self.value(inner, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
-            raise ValueError(f'it has a value of the unknown type {kind}')
+            raise _DamagedFileError(f'it has a value of the unknown type {kind}')
         found = self.scalar(_SCALARS[kind])
         return float(str(np.float32(found))) if kind == _FLOAT32 else found
 
@@ -165,33 +169,33 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
             return _parse(_Cursor(data), path)
     except OSError as error:
         raise InputError(f'{path}: {os_message(error)}; give a readable GGUF file') from error
-    except (ValueError, struct.error, OverflowError, MemoryError) as error:
+    except (_DamagedFileError, ValueError, struct.error, OverflowError, MemoryError) as error:
         raise InputError(f'{path} is not a complete GGUF file: {error}; download it again') from error
 
 
 def _parse(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     if cursor.take(4) != _MAGIC:
-        raise ValueError('it does not begin with GGUF')
+        raise _DamagedFileError('it does not begin with GGUF')
     version = cursor.scalar('I')
     if version not in _VERSIONS:
         order = ' or its byte order is big-endian' if version & 0xFFFF == 0 else ''
-        raise ValueError(f'its version is {version}, not {_VERSIONS[0]} or {_VERSIONS[1]}{order}')
+        raise _DamagedFileError(f'its version is {version}, not {_VERSIONS[0]} or {_VERSIONS[1]}{order}')
     num_tensors, num_values = cursor.scalar('Q'), cursor.scalar('Q')
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = cursor.text()
         if key in metadata:
-            raise ValueError(f'key {key:.100} occurs twice')
+            raise _DamagedFileError(f'key {key:.100} occurs twice')
         metadata[key] = cursor.value(cursor.scalar('I'))
     entries = [_entry(cursor) for _ in range(num_tensors)]
     alignment = metadata.get('general.alignment', 32)
     if not isinstance(alignment, int) or alignment <= 0:
-        raise ValueError(f'general.alignment={alignment!r:.100} is not a positive number')
+        raise _DamagedFileError(f'general.alignment={alignment!r:.100} is not a positive number')
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
     for name, shape, number, offset in entries:
         if name in tensors:
-            raise ValueError(f'tensor {name:.100} occurs twice')
+            raise _DamagedFileError(f'tensor {name:.100} occurs twice')
         tensors[name] = _stored(path, name, shape, number, start + offset, len(cursor.data))
     return metadata, tensors
 
@@ -200,7 +204,7 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Returns name, shape, type and offset of a tensor."""
     name, rank = cursor.text(), cursor.scalar('I')
     if not 1 <= rank <= _MAX_DIMS:
-        raise ValueError(f'tensor {name:.100} has {rank} axes')
+        raise _DamagedFileError(f'tensor {name:.100} has {rank} axes')
     # The file has the innermost axis first.
     shape = tuple(cursor.scalar('Q') for _ in range(rank))[::-1]
     return name, shape, cursor.scalar('I'), cursor.scalar('Q')
@@ -212,10 +216,10 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], number: int, offset: 
         kind = gguf.GGMLQuantizationType(number)
         values, size = gguf.GGML_QUANT_SIZES[kind]
     except (ValueError, KeyError) as error:
-        raise ValueError(f'tensor {name:.100} has the unknown type {number}') from error
+        raise _DamagedFileError(f'tensor {name:.100} has the unknown type {number}') from error
     if shape[-1] % values:
-        raise ValueError(f'tensor {name:.100} {shape} has rows that are not multiples of {values} values')
+        raise _DamagedFileError(f'tensor {name:.100} {shape} has rows that are not multiples of {values} values')
     length = math.prod(shape) // values * size
     if offset + length > end:
-        raise ValueError(f'it has {end:,} bytes, but tensor {name:.100} ends at {offset + length:,}')
+        raise _DamagedFileError(f'it has {end:,} bytes, but tensor {name:.100} ends at {offset + length:,}')
     return StoredTensor(path, shape, kind, offset, length)

@@ -105,7 +105,9 @@ def _arrays(
             row, index = parts[path, layer]
             values = files.read(row.name)
             if not np.isfinite(values).all():
-                raise InputError(f'{files.path(row.name)}: tensor {row.name} has values that are not finite')
+                raise InputError(
+                    f'{files.path(row.name)}: tensor {row.name} has values that are not finite; download it again'
+                )
             return row.invert(values)[index]
 
         return StreamedArray(shapes[path], read, is_stacked=(path, None) not in parts)
@@ -119,7 +121,9 @@ def _text_files(files: GgufFiles, tokenizer: str, model: ModelConfig) -> Importe
         path = Path(tokenizer).expanduser()
         directory = path if path.is_dir() else path.parent
         if (path.is_file() and path.name != TOKENIZER_FILE) or not (directory / TOKENIZER_FILE).is_file():
-            raise InputError(f'--tokenizer={tokenizer}: is no {TOKENIZER_FILE} and no directory that has one')
+            raise InputError(
+                f'--tokenizer={tokenizer}: is no {TOKENIZER_FILE} and no directory that has one; give either'
+            )
         return files_for_import(directory)
     with tempfile.TemporaryDirectory(prefix='maxlm-gguf-') as folder:
         for name, content in tokenizer_files(files.metadata, str(files.source)).items():

@@ -92,6 +92,6 @@ def _llama3(metadata: Metadata, factors: np.ndarray, theta: float, model: Mappin
         if np.allclose(llama3_factors(head_dim, theta, factor, low, high, original), factors, rtol=_TOLERANCE):
             return settings
     raise InputError(
-        f'{metadata.source}: tensor {FACTORS_LLAMA3} does not have the factors of llama3 scaling; import the model '
-        'from its Transformers directory instead'
+        f'{metadata.source}: tensor {FACTORS_LLAMA3} does not have the factors of llama3 scaling; use the Transformers '
+        'directory of the model instead'
     )
