@@ -62,7 +62,8 @@ SHARED: dict[str, dict[str, Any]] = {
     'checkpoint': {
         'type': PathOption(Kind.DIRECTORY, ANY),
         'metavar': 'CHECKPOINT',
-        'help': 'workdir (newest step), WORKDIR@STEP, WORKDIR@best, or directory of one step, Transformers or nanochat',
+        'help': 'workdir (newest step), WORKDIR@STEP, WORKDIR@best, directory of one step, model of Transformers or '
+        'nanochat, or GGUF file',
     },
     '--data': {'type': PathOption(Kind.DIRECTORY, ANY), 'help': "data set of maxlm prepare (default: the run's)"},
     '--num-batches': {'type': number(0), 'default': 0, 'help': 'number of validation batches; 0 = all (default)'},

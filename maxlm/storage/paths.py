@@ -24,6 +24,8 @@ ANY = ('*',)
 BUCKETS = ('gs', 's3')
 # Only bucket and web schemes, because `x:y` may be a file name.
 _ONE_SLASH = re.compile(r'(gs|gcs|s3|s3a|https?|file):/(?!/)')
+# Models of llama.cpp and nanochat as single files.
+_MODEL_FILE = re.compile(r'\.(gguf|pt)$')
 _NO_BUCKET = re.compile(r'(gs|gcs|s3|s3a)://(/|$)')
 
 
@@ -113,6 +115,11 @@ class PathOption:
             expected = 'directory' if self.kind is Kind.DIRECTORY else 'regular file'
             raise ValueError(f'{path}: is {kind}, not a {expected}; give another path')
         elif self.kind is Kind.DIRECTORY:
+            if _MODEL_FILE.search(path):
+                raise ValueError(
+                    f'{path}: is a model of another program; import it with `maxlm hf import --input={path} '
+                    '--output=WORKDIR` and use the workdir'
+                )
             raise ValueError(f'{path}: is a file; give a directory')
 
 

@@ -211,6 +211,14 @@ OPTIONS = list(path_options())
 NAMES = [f'{command} {name}' for command, name, _ in OPTIONS]
 
 
+@pytest.mark.parametrize('name', ['model.gguf', 'model_000700.pt', 'model.safetensors'])
+def test_a_model_file_in_place_of_a_directory(tmp_path, name):
+    (tmp_path / name).touch()
+    remedy = 'give a directory' if name == 'model.safetensors' else f'maxlm hf import --input={tmp_path / name} '
+    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(remedy)):
+        PathOption(Kind.DIRECTORY)(str(tmp_path / name))
+
+
 def test_the_table_has_all_commands():
     assert len(OPTIONS) >= 45
     assert {command.split()[0] for command, _, _ in OPTIONS} == set(COMMANDS) - {'configs', 'completion'}

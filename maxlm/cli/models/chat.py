@@ -12,6 +12,7 @@ from __future__ import annotations
 from maxlm.cli.parser import ArgumentParser, command_parser, number, text_argument
 from maxlm.cli.process import run
 from maxlm.errors import EXIT_DONE
+from maxlm.storage.paths import ANY, PathOption
 
 
 def main(argv: list[str]) -> int:
@@ -26,7 +27,7 @@ def main(argv: list[str]) -> int:
 
 def make_parser() -> ArgumentParser:
     parser = command_parser('chat', __doc__, 'runs/chat', 'runs/chat --system="Answer briefly."')
-    parser.add_shared('checkpoint')
+    parser.add_shared('checkpoint', type=PathOption(urls=ANY))
     parser.add_argument('--system', type=text_argument, default='', help='system prompt (default: none)')
     parser.add_argument(
         '--max-tokens',

@@ -1,9 +1,8 @@
 """Serves a model over HTTP: `maxlm serve --checkpoint=runs/first`, then open http://127.0.0.1:8000.
 
-The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, the directory of one step, or a directory
-of Transformers or nanochat. The OpenAI-compatible API is at /v1, and a chat page for browsers is at /. SIGTERM, Ctrl-C
-and the loss of the terminal finish running requests before exit; a second signal exits
-immediately.
+The checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, the directory of one step, a directory of
+Transformers or nanochat, or a GGUF file. The OpenAI-compatible API is at /v1, and a chat page for browsers is at /.
+SIGTERM, Ctrl-C and the loss of the terminal finish running requests before exit; a second signal exits immediately.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from maxlm.cli.execution.api_key import API_KEY, read_api_key
 from maxlm.cli.parser import SHARED, ArgumentParser, command_parser
 from maxlm.cli.process import run
 from maxlm.errors import InputError
-from maxlm.storage.paths import Kind, PathOption
+from maxlm.storage.paths import ANY, Kind, PathOption
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +30,8 @@ def main(argv: list[str]) -> int:
 
 def make_parser() -> ArgumentParser:
     parser = command_parser('serve', __doc__, '--checkpoint=runs/first --port=8000')
-    parser.add_shared('--checkpoint', help=f'{SHARED["--checkpoint"]["help"]}, or of Transformers or nanochat')
+    help = f'{SHARED["--checkpoint"]["help"]}, model of Transformers or nanochat, or GGUF file'
+    parser.add_shared('--checkpoint', type=PathOption(urls=ANY), help=help)
     parser.add_argument('--host', default='127.0.0.1', help='address to listen on (default %(default)s)')
     parser.add_argument(
         '--port', type=int, default=8000, help='port to listen on; 0 = any free port (default %(default)s)'
