@@ -13,6 +13,7 @@ import jax
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.config.user_function import is_function_name, module_checksum
+from maxlm.data.compression.bytes_per_token import bytes_per_token
 from maxlm.errors import InputError
 from maxlm.formatting import format_duration, plural
 from maxlm.hardware.chips import Peak
@@ -74,6 +75,7 @@ def describe_start(
         },
         'dataset': {**source.fingerprint(config), 'sources': source.source_descriptions()},
         'baseline': source.baseline(config),
+        'bytes_per_token': bytes_per_token(source.tokenizer),
         'functions': _functions(config),
     }
 

@@ -176,6 +176,7 @@ def test_events_of_an_attempt(uninterrupted):
     assert (started['num_steps'], started['pid'], started['peak_tflops']) == (STEPS, os.getpid(), 1)
     assert f'× cpu (fsdp={jax.device_count()})' in started['message']
     assert started['dataset']['sources'][0]['weight'] == 1
+    assert started['bytes_per_token']['English'].keys() == {'tokenizer', 'GPT-2', 'cl100k_base'}
     ends = [event for event in read_events(uninterrupted.workdir).lines if event['kind'] in ENDS]
     assert [(end['kind'], end['code']) for end in ends] == [('finished', EXIT_DONE)]
 
