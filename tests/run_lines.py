@@ -52,6 +52,7 @@ def machine(kind, devices, processes, price):
         'peak_source': 'datasheet',
         'tokens_per_step': TOKENS_PER_STEP,
         'baseline': {'unigram_entropy': 5.25, 'tokens_per_byte': 0.25},
+        'bytes_per_token': {'English': {'tokenizer': 2.5, 'GPT-2': 4.48}, 'Korean': {'GPT-2': 1.17}},
         'num_steps': NUM_STEPS,
         'price_per_hour': price,
         'price_source': 'train.price_per_hour' if price else None,

@@ -61,7 +61,8 @@ def run(unpacked, cwd, *words):
 
 def test_it_contains_the_configs_the_chat_page_and_the_templates_of_the_report(unpacked):
     assert {path.stem for path in (unpacked / 'maxlm/shipped_configs').glob('*.py')} == NAMES
-    for name in ('serving/pages/chat', 'serving/pages/reference', 'reporting/assets', 'reporting/templates'):
+    pages = ('serving/pages/chat', 'serving/pages/reference', 'reporting/assets', 'reporting/templates')
+    for name in (*pages, 'data/compression/texts'):
         files = {path.name for path in (ROOT / 'maxlm' / name).iterdir()}
         assert files == {path.name for path in (unpacked / 'maxlm' / name).iterdir()}
     assert {path.name for path in unpacked.iterdir() if not path.name.endswith('.dist-info')} == {'maxlm'}

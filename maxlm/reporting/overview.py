@@ -55,6 +55,7 @@ def tiles(run: ReportedRun) -> list[Tile]:
     return [
         Tile('State', status.state, reason),
         Tile('Parameters', format_si(number(started, 'parameters')), _model(run)),
+        Tile('Tokens trained', *_trained(run)),
         Tile('Tokens of training data', format_si(sum(tokens)) if tokens else DASH, _shortlist(run.source_names)),
         Tile('Steps', *_steps(run)),
         Tile('Best validation loss', *_best(run)),
@@ -106,9 +107,14 @@ def _steps(run: ReportedRun) -> tuple[str, str]:
     if run.step is None:
         return DASH, f'of {run.num_steps:,} planned' if run.num_steps else ''
     planned = f' of {run.num_steps:,}' if run.num_steps and run.num_steps != run.step else ''
-    tokens = run.tokens_per_step and f'{format_si(run.step * run.tokens_per_step)} tokens'
-    epoch = run.last('train/epoch')
-    return f'{run.step:,}{planned}', _list(tokens, epoch is not None and f'{epoch:.3g} epochs')
+    return f'{run.step:,}{planned}', ''
+
+
+def _trained(run: ReportedRun) -> tuple[str, str]:
+    epochs, tokens = run.last('train/epoch'), run.last('train/tokens')
+    if tokens is None and run.step is not None and run.tokens_per_step:
+        tokens = run.step * run.tokens_per_step
+    return format_si(tokens), '' if epochs is None else f'{epochs:.3g} epochs'
 
 
 def _best(run: ReportedRun) -> tuple[str, str]:

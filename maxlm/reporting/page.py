@@ -39,6 +39,7 @@ SECTIONS = {
     'loss': 'Loss',
     'evaluation': 'Evaluation',
     'sources': 'Sources',
+    'tokenizer': 'Tokenizer',
     'experts': 'Experts',
     'curves': 'Curves',
     'time': 'Time',
@@ -64,7 +65,7 @@ _FUNCTIONS = (
     *(cost_rows, price_note, device_rows, differences, load_maps, plan_rows, shipped_config, to_json, varying_keys),
     *(goodput.bars, goodput.categories, goodput.category_rows, goodput.process_bars, goodput.shown_attempts),
     *(overview.headline, overview.problems, overview.tile_rows),
-    *(records.evaluated, records.shown_events, records.shown_samples),
+    *(records.evaluated, records.shown_events, records.shown_samples, records.tokenizer_table),
     *(scaling.scaling_rows, scaling.throughputs),
     *(training_charts.overfitting_note, training_charts.source_rows),
 )

@@ -1,4 +1,4 @@
-"""Selects the events, samples and results of evaluations to show, with their texts shortened."""
+"""Selects the events, samples, tokenizers and results of evaluations to show, with their texts shortened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from maxlm.formatting import DASH
 from maxlm.reporting.run_summary import ReportedRun
-from maxlm.storage.json_fields import items, number, text
+from maxlm.storage.json_fields import items, mapping, number, text
 from maxlm.telemetry.run_history import RunHistory
 
 # Frequent kinds of events, which are dropped first if there are too many rows.
@@ -16,6 +16,9 @@ _MAX_EVENTS, _MAX_EVENT_CHARS = 300, 500
 _MAX_PROMPTS, _MAX_STEPS, _MAX_CHARS = 8, 12, 2000
 # Names of `maxlm evaluate`.
 CORE, BITS_PER_BYTE = 'core', 'bits_per_byte'
+# Tokenizer of the run in `maxlm.data.compression`, which this package does not import.
+_OWN = 'tokenizer'
+_VALIDATION = 'validation data'
 
 
 class CheckpointResults(NamedTuple):
@@ -107,6 +110,34 @@ def shown_samples(run: ReportedRun) -> tuple[list[tuple[str, list[tuple[float | 
         texts = [(number(line, 'step'), shorten(text(line, 'text'), _MAX_CHARS)) for line in _evenly_spaced(lines)]
         shown.append((' '.join(prompt.split())[:120], texts[::-1], len(lines)))
     return shown, len(by_prompt) - len(shown)
+
+
+def tokenizer_table(runs: Sequence[ReportedRun]) -> list[list[str]]:
+    """Returns the header and the rows of bytes per token by kind of text; [] if no run recorded them.
+
+    The columns are the tokenizers of the runs, one for all runs with equal values, and the published tokenizers.
+    """
+    # Runs of earlier versions recorded no table.
+    measured = [run for run in runs if run.compression]
+    if not measured:
+        return []
+    newest = measured[-1].compression
+    published = list(dict.fromkeys(name for kind in newest for name in mapping(newest, kind) if name != _OWN))
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for run in measured:
+        own = (_ratio(number(mapping(run.compression, kind), _OWN)) for kind in newest)
+        columns.setdefault((*own, _ratio(run.bytes_per_token)), []).append(run.name)
+    names = [', '.join(names) if len(runs) > 1 else 'this run' for names in columns.values()]
+    rows = [
+        [kind, *own, *(_ratio(number(mapping(newest, kind), name)) for name in published)]
+        for kind, own in zip([*newest, _VALIDATION], zip(*columns, strict=True), strict=True)
+    ]
+    shown = [row for row in rows if {*row[1:]} != {DASH}]
+    return [['', *names, *published], *shown] if shown else []
+
+
+def _ratio(value: float | None) -> str:
+    return DASH if value is None else f'{value:.2f}'
 
 
 def shorten(text: str, length: int) -> str:

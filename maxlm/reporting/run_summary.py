@@ -134,8 +134,18 @@ class ReportedRun:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """Converts a validation loss in nats per token, if the size of the validation text is known."""
+        return loss / self.bytes_per_token / math.log(2) if self.bytes_per_token else None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Returns the bytes of the validation text per token, if the size of the text is known."""
         tokens_per_byte = number(mapping(self.started, 'baseline'), 'tokens_per_byte')
-        return loss * tokens_per_byte / math.log(2) if tokens_per_byte else None
+        return 1 / tokens_per_byte if tokens_per_byte else None
+
+    @property
+    def compression(self) -> dict[str, Any]:
+        """Returns kind of text → tokenizer → bytes per token; empty if the run recorded none."""
+        return mapping(self.started, 'bytes_per_token')
 
     @property
     def predicts_tokens(self) -> bool:

@@ -132,7 +132,9 @@ def _loss(runs: Sequence[ReportedRun], names: str, is_single: bool) -> Chart:
         prefix = '' if is_single else f'{run.name}: '
         series.append(Series(f'{prefix}training', run.training, run.color, smooth=True))
         best = run.best
-        legend = f'(best {format_loss(best[1])} at step {best[0]:,.0f}, circled)' if best else ''
+        bits = run.bits_per_byte(best[1]) if best and run.predicts_tokens else None
+        per_byte = '' if bits is None else f' = {format_loss(bits)} bits per byte'
+        legend = f'(best {format_loss(best[1])}{per_byte} at step {best[0]:,.0f}, circled)' if best else ''
         color, circled = 1 if is_single else run.color, best[0] if best else None
         series.append(Series(f'{prefix}validation', run.validation, color, dots=True, best=circled, legend=legend))
     if is_single and (entropy := runs[0].unigram_entropy) and runs[0].predicts_tokens:

@@ -88,7 +88,7 @@ class RolloutBatches(BatchSource):
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._scorer = scorer
         self.tokenizer_path = tokenizer_path
-        self._tokenizer = Tokenizer.load(tokenizer_path)
+        self.tokenizer = Tokenizer.load(tokenizer_path)
         self._ends, self._tools = tuple(ends), tools
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
@@ -315,12 +315,12 @@ class RolloutBatches(BatchSource):
         return trained, None if number is None else self._generate(number, step, params)
 
     def _prompt_text(self, prompts: Prompts, index: int) -> str:
-        return self._tokenizer.decode(prompts.ids[index].tolist())
+        return self.tokenizer.decode(prompts.ids[index].tolist())
 
     def _texts(self, responses: Responses) -> list[str]:
         lengths = responses.num_B - responses.ended_B
         return [
-            self._tokenizer.decode(row[start:length].tolist())
+            self.tokenizer.decode(row[start:length].tolist())
             for row, start, length in zip(responses.tokens_BR, responses.last_turns, lengths, strict=True)
         ]
 

@@ -85,18 +85,35 @@ class TensorBoard:
         self._writer.flush()
 
     def _open_writer(self, after_step: int) -> None:
-        from clu import metric_writers
-
         if files := sorted(self._directory.glob('events.out.tfevents.*')):
             _purge_after(files[-1], after_step)
             _wait_for_next_second(files[-1])
-        self._writer = metric_writers.SummaryWriter(str(self._directory))
+        self._writer = _summary_writer(self._directory)
         self._writer.write_hparams(hparams(self._config))
 
     def _close_writer(self) -> None:
         if self._writer:
             self._writer.close()
             self._writer = None
+
+
+def _summary_writer(directory: Path) -> Any:
+    """Returns CLU's writer, which writes scalars as `simple_value` instead of as tensors.
+
+    TensorBoard shows both alike, but `EventAccumulator.Scalars`, `summary_iterator` and other readers from the time of
+    TensorFlow 1 find only simple values.
+    """
+    import tensorflow as tf
+    from clu import metric_writers
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    class SimpleValueWriter(metric_writers.SummaryWriter):
+        def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            with self._summary_writer.as_default():
+                tf.summary.experimental.write_raw_pb(Summary(value=values).SerializeToString(), step=step)
+
+    return SimpleValueWriter(str(directory))
 
 
 def code_block(text: str) -> str:

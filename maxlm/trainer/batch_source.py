@@ -20,6 +20,7 @@ from maxlm.data.loader.growing import GrowingBatches, WaitHooks
 from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch, mean_segment_length
 from maxlm.data.tokenizer.fim import fim_fraction
+from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample, Samples
 from maxlm.evaluation.validation import Evaluation, Validation
@@ -117,6 +118,7 @@ class BatchSource(Protocol):
         names: names of the sources with separate losses.
         windows_per_epoch: number of rows in an epoch; None if it is unknown, because the data is being prepared.
         tokenizer_path: path of the tokenizer; its directory can also contain a chat template.
+        tokenizer: the tokenizer.
         follows_batch_size: True if a run whose batch size has changed continues with the next sequence.
     """
 
@@ -124,6 +126,7 @@ class BatchSource(Protocol):
     names: tuple[str, ...]
     windows_per_epoch: int | None
     tokenizer_path: Path
+    tokenizer: Tokenizer
 
     def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
         """Returns the config with the values that a run keeps, given the `fingerprint` in its newest checkpoint or {}.
@@ -222,8 +225,8 @@ class TextBatches(BatchSource):
         self._every = 0
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
-        self._tokenizer = corpus.first.load_tokenizer()
-        self._fim_ids = self._tokenizer.infill_ids if has_fim else None
+        self.tokenizer = corpus.first.load_tokenizer()
+        self._fim_ids = self.tokenizer.infill_ids if has_fim else None
 
     def continued(self, config: Config, data: Mapping[str, Any]) -> Config:
         """See `BatchSource`. A run keeps `data.train_first_token`; runs that began before this key have False."""
@@ -261,7 +264,7 @@ class TextBatches(BatchSource):
         self._every = config.eval.interval
         self._validation = Validation(config, self.corpus, layout)
         if config.eval.num_samples or config.eval.sample_prompts:
-            self._samples = Samples(config, self.corpus, self._tokenizer, layout)
+            self._samples = Samples(config, self.corpus, self.tokenizer, layout)
 
     def batches(
         self,

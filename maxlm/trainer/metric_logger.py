@@ -171,6 +171,12 @@ class MetricLogger:
         if self._writer:
             self._writer.write_samples(step, time.time(), samples)
 
+    def trained(self, step: int) -> tuple[int, float | None]:
+        """Returns the token positions of the batches up to `step`, and the epochs; None if an epoch is unknown."""
+        sequences = self._sequences(step)
+        epochs = sequences / self._windows_per_epoch if self._windows_per_epoch else None
+        return sequences * self._config.data.seq_len, epochs
+
     def log_sources(self, num_steps: int) -> None:
         """Logs how a run of `num_steps` steps uses each weighted source."""
         self._sources.log_start(self._sequences(num_steps))
@@ -218,7 +224,7 @@ class MetricLogger:
         self._warn(f'step {step:>7}  skipped: {why} ({self._skipped} skipped so far)')
 
     def _report(self, step: int, values: dict[str, Any], batch_metrics: dict[str, float]) -> None:
-        sequences = self._sequences(step)
+        sequences, (tokens, epochs) = self._sequences(step), self.trained(step)
         perf = self._throughput.read_interval()
         loss = float(values['loss'])
         # `min` returns the first argument if the second one is NaN.
@@ -254,8 +260,8 @@ class MetricLogger:
                 'train/grad_norm_max': self._interval.grad_norm,
                 **{f'train/{name}': float(values[name]) for name in UPDATE_METRICS if name in values},
                 'train/param_norm': float(values['param_norm']),
-                'train/tokens': float(sequences * self._config.data.seq_len),
-                **({'train/epoch': sequences / self._windows_per_epoch} if self._windows_per_epoch else {}),
+                'train/tokens': float(tokens),
+                **({} if epochs is None else {'train/epoch': epochs}),
                 'train/newly_skipped_steps': float(self._interval.skipped),
                 'train/skipped_steps': float(self._skipped),
                 'data/seq_len': float(self._config.context_at(step - 1)),

@@ -13,8 +13,9 @@ import jax
 
 from maxlm.config.schema import UNDECIDED_STEPS, Config
 from maxlm.config.user_function import is_function_name, module_checksum
+from maxlm.data.compression.bytes_per_token import bytes_per_token
 from maxlm.errors import InputError
-from maxlm.formatting import format_duration, plural
+from maxlm.formatting import format_duration, format_si, plural
 from maxlm.hardware.chips import Peak
 from maxlm.hardware.prices import Price
 from maxlm.log import logger
@@ -74,6 +75,7 @@ def describe_start(
         },
         'dataset': {**source.fingerprint(config), 'sources': source.source_descriptions()},
         'baseline': source.baseline(config),
+        'bytes_per_token': bytes_per_token(source.tokenizer),
         'functions': _functions(config),
     }
 
@@ -162,8 +164,14 @@ def log_end(
         if 'perf/mfu' in perf
         else ''
     )
+    tokens, epochs = metric_logger.trained(step)
+    data_tokens = sum(description['tokens'] or 0 for description in source.source_descriptions())
+    of_data = (
+        '' if epochs is None else f' ({epochs:.3g} epochs; the training data have {format_si(data_tokens)} tokens)'
+    )
     logger.info(
-        f'done: {step} steps in {format_duration(seconds)}, {perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
+        f'done: {step} steps in {format_duration(seconds)}, {format_si(tokens)} tokens{of_data}, '
+        f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(

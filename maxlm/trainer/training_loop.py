@@ -38,7 +38,7 @@ from maxlm.training.decisions.run_length import progress_of
 from maxlm.training.state import TrainState, evaluated_params, with_progress
 
 # A new length of the run is reported if it differs by more than this fraction from the last reported one.
-LENGTH_CHANGE = 0.02
+LENGTH_CHANGE = 0.1
 
 
 class _StopWhileWaitingError(Exception):
@@ -226,6 +226,12 @@ class TrainingLoop:
             self._recorder.set_outcome('preempted', text, EXIT_PREEMPTED)
             return EXIT_PREEMPTED
         self._recorder.set_outcome('finished', segment.end_reason, EXIT_DONE)
+        budget = budget_spent(segment.decisions, self._config)
+        if self._config.by_budget and budget and budget.fraction >= 1 and segment.step < num_steps:
+            logger.warning(
+                f'{budget.name} was spent before the end of the schedule, so the learning rate did not reach its '
+                'minimum; set train.num_steps for such a short run'
+            )
         log_end(
             segment.step,
             segment.end_reason,

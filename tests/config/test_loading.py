@@ -168,6 +168,13 @@ def test_unknown_sections_and_keys_of_an_unlocked_config_are_rejected():
         loading.build(ConfigDict({'extra': {}}))
 
 
+def test_a_key_without_its_section_is_suggested_with_it():
+    with pytest.raises(InputError, match=r"section 'num_layers' does not exist; did you mean 'model\.num_layers'\?"):
+        loading.load('tiny', ['num_layers=3'])
+    with pytest.raises(InputError, match=r"did you mean 'model'\?"):
+        loading.load('tiny', ['modle.num_layers=3'])
+
+
 @pytest.fixture
 def run_file(config_file, tmp_path):
     """Returns the path of the config.json of a run on eight GPUs, and its config."""

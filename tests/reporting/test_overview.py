@@ -18,7 +18,8 @@ def test_the_tiles_of_a_finished_run(run_of):
     assert found['State'][0] == 'finished'
     assert found['Parameters'] == ('3.41M', 'llama, 4 layers × 256, vocabulary 512')
     assert found['Tokens of training data'] == ('1.2M', 'web, code')
-    assert found['Steps'] == ('400', '819k tokens, 0.683 epochs')
+    assert found['Steps'] == ('400', '')
+    assert found['Tokens trained'] == ('819k', '0.683 epochs')
     assert found['Best validation loss'][0] == f'{workdirs.validation_loss(400):.4f}'
     bits = workdirs.validation_loss(400) * 0.25 / math.log(2)
     assert f'({bits:.4f} bits per byte)' in found['Best validation loss'][1]
@@ -64,4 +65,4 @@ def test_values_that_no_run_has_are_omitted(run_of):
 
     assert 'Cost' not in labels('on_cpu')
     assert 'Cost' in labels('on_cpu', 'finished')
-    assert len(labels('finished')) == 12
+    assert len(labels('finished')) == 13

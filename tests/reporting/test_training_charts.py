@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import math
 import re
 
 import pytest
@@ -40,7 +41,8 @@ def test_one_run(run_of):
     ]
     assert 'No overfitting' in text
     assert {chart['shade'] for chart in charts_of(text)} == {None}
-    assert f'best {workdirs.validation_loss(400):.4f} at step 400' in text
+    loss = workdirs.validation_loss(400)
+    assert f'best {loss:.4f} = {loss * 0.25 / math.log(2):.4f} bits per byte at step 400' in text
     assert '<td class="t">web</td><td>900k</td><td>70.0%</td>' in text
 
 

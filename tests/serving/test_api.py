@@ -314,6 +314,12 @@ TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
             'tool_choice',
             'must name',
         ),
+        (
+            'chat',
+            {'tools': TOOLS, 'tool_choice': {'type': 'function', 'function': {'name': {}}}},
+            'tool_choice',
+            'must name',
+        ),
         ('chat', {'tools': TOOLS, 'response_format': {'type': 'json_object'}}, 'tools', 'remove one of them'),
         (
             'chat',

@@ -1,6 +1,7 @@
 """Tests TensorBoard logs: scalars, the config and samples. Repeated steps replace earlier ones."""
 
 import importlib
+import math
 import re
 import signal
 import subprocess
@@ -51,6 +52,25 @@ def test_repeated_steps_replace_earlier_ones(tmp_path):
     (sample,) = accumulator.Tensors('samples/0')
     assert sample.tensor_proto.string_val[0].decode().split() == ['Once▮', 'more']
     assert b'model.dim' in accumulator.SummaryMetadata('_hparams_/session_start_info').plugin_data.content
+
+
+def test_old_and_new_readers_find_each_scalar_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoard(tmp_path / 'tensorboard', small_config())
+    writer = MetricWriter(tmp_path, after_step=0, trackers=[tracker])
+    for step in (1, 2):
+        writer.write(step, 0.0, {'train/loss': 10.0 / step, 'eval/loss': float('nan')})
+    tracker.close()
+    expected = [(1, 10.0), (2, 5.0)]
+    old = EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
+    assert old.Tags()['scalars'] == ['train/loss', 'eval/loss']
+    assert [(event.step, event.value) for event in old.Scalars('train/loss')] == expected
+    assert math.isnan(old.Scalars('eval/loss')[0].value)
+    # The reader of TensorBoard converts old files to tensors of the plugin for scalars.
+    new = events_of(tmp_path / 'tensorboard')
+    assert scalars(new, 'train/loss') == expected
+    assert new.PluginTagToContent('scalars').keys() == {'train/loss', 'eval/loss'}
 
 
 def test_a_new_file_follows_files_of_the_same_second(tmp_path):

@@ -16,6 +16,7 @@ from maxlm.checkpoint.manager import saved_steps
 from maxlm.cli.runs import train
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from maxlm.evaluation.validation import Evaluation
+from maxlm.formatting import format_si
 from maxlm.planning.forecast import estimate
 from maxlm.telemetry.events import ENDS, read_events
 from maxlm.telemetry.metrics import read_metrics
@@ -176,6 +177,7 @@ def test_events_of_an_attempt(uninterrupted):
     assert (started['num_steps'], started['pid'], started['peak_tflops']) == (STEPS, os.getpid(), 1)
     assert f'× cpu (fsdp={jax.device_count()})' in started['message']
     assert started['dataset']['sources'][0]['weight'] == 1
+    assert started['bytes_per_token']['English'].keys() == {'tokenizer', 'GPT-2', 'cl100k_base'}
     ends = [event for event in read_events(uninterrupted.workdir).lines if event['kind'] in ENDS]
     assert [(end['kind'], end['code']) for end in ends] == [('finished', EXIT_DONE)]
 
@@ -188,6 +190,12 @@ def test_last_lines_of_the_log(uninterrupted):
     ]
     assert over == f'run finished: step {STEPS} of {STEPS} is done'
     assert done.startswith(f'done: {STEPS} steps in ')
+    config = read_config(uninterrupted.workdir)
+    tokens = STEPS * config.train.global_batch_size * config.data.seq_len
+    (source,) = events(uninterrupted.workdir, 'started')[0]['dataset']['sources']
+    epochs = next(line['train/epoch'] for line in read_metrics(uninterrupted.workdir)[::-1] if 'train/epoch' in line)
+    data = f'{epochs:.3g} epochs; the training data have {format_si(source["tokens"])} tokens'
+    assert f', {format_si(tokens)} tokens ({data}), ' in done
     assert line.startswith('all attempts of the run: ')
     last = losses(uninterrupted.workdir)[STEPS]
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')

@@ -15,6 +15,9 @@ All commands with their options. `maxlm COMMAND` equals `python -m maxlm.COMMAND
 print `--help`; [exit codes](../training.md#exit-codes) are the same for all.
 """
 
+# Start of a code block whose lines are wrapped on the site.
+_TEXT = '```{ .text .description }'
+
 
 def _cell(text: str) -> str:
     return escaped(' '.join(text.split())).replace('|', r'\|')
@@ -53,7 +56,7 @@ def _section(parser: argparse.ArgumentParser, title: str, depth: int) -> Iterato
     yield f'{"#" * depth} {title}\n'
     texts = [inspect.cleandoc(text) for text in (parser.description, parser.epilog) if text]
     if texts:
-        yield '\n\n'.join(['```text', *texts]).replace('```text\n\n', '```text\n') + '\n```\n'
+        yield '\n\n'.join([_TEXT, *texts]).replace(f'{_TEXT}\n\n', f'{_TEXT}\n') + '\n```\n'
     if rows := list(_rows(parser)):
         yield '\n'.join(['| option | default | meaning |', '|---|---|---|', *rows, ''])
     for action in parser._actions:

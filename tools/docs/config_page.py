@@ -58,6 +58,8 @@ def _listed(names: Iterable[str]) -> str:
 def facts(key: Key) -> str:
     """Returns type, default, allowed values and former names of a key in one line."""
     default = 'set by `model.family`' if key.default is None else f'`{key.default!r}`'
+    if key.range is not None and key.default is not None and key.default not in key.range:
+        default = 'none, the key must be set'
     parts = [f'Type: {key.kind.__name__}', f'default: {default}']
     if key.choices:
         function = ', or a function of yours as `package.module:name`' if Form.FUNCTION in key.forms else ''

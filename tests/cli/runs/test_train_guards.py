@@ -15,7 +15,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.telemetry.events import read_events
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
-from maxlm.trainer import setup
+from maxlm.trainer import setup, training_loop
 from maxlm.trainer.budget import RunBudget
 from maxlm.trainer.throughput import Throughput
 from maxlm.workdir.files import read_config
@@ -190,10 +190,11 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     assert run(dataset, workdir, **settings) == EXIT_DONE
     out = capsys.readouterr().out
     num_steps = read_config(workdir).train.num_steps
-    # The budget of one hour allows 60 steps of a minute, minus a reserve. Changes below 2 % are not reported.
+    # The budget of one hour allows 60 steps of a minute, minus a reserve. Changes below 10 % are not reported.
     assert 58 <= num_steps <= 60
-    reported = int(re.findall(r'at 60 s per step the budget allows (\d+) steps', out)[-1])
-    assert abs(reported - num_steps) <= 1
+    (reported,) = map(int, re.findall(r'at 60 s per step the budget allows (\d+) steps', out))
+    assert abs(reported - num_steps) <= 0.1 * num_steps
+    assert 'did not reach its minimum' not in out
     assert steps_in(workdir)[-1] == num_steps
     rates = {line['step']: line['train/learning_rate'] for line in read_metrics(workdir) if 'train/loss' in line}
     # Each step is a large share of the budget, so the length is decided early, and then rates decay to the end.
@@ -203,6 +204,12 @@ def test_the_schedule_ends_with_the_budget(dataset, tmp_path, slow_clock, capsys
     # A resumed run knows the length from the start.
     assert run(dataset, workdir, **settings) == EXIT_DONE
     assert f'nothing to do: step {num_steps} of {num_steps} is done' in capsys.readouterr().out
+
+
+def test_a_budget_that_is_spent_before_the_length_is_known(dataset, tmp_path, slow_clock, capsys):
+    settings = SETTINGS | {'train__num_steps': 0, 'train__hours': 0.03, 'optimizer__schedule': 'cosine'}
+    assert run(dataset, tmp_path / 'run', **settings) == EXIT_DONE
+    assert 'train.hours=0.03 was spent before the end of the schedule' in capsys.readouterr().out
 
 
 def test_a_revised_length_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch, capsys):
@@ -222,6 +229,7 @@ def test_a_revised_length_is_resumed_bit_for_bit(dataset, tmp_path, monkeypatch,
             )
 
     monkeypatch.setattr(setup, 'RunBudget', Clocked)
+    monkeypatch.setattr(training_loop, 'LENGTH_CHANGE', 0.02)
     monkeypatch.setattr(
         Throughput, 'seconds', property(lambda throughput: seconds(first + throughput.steps) - seconds(first))
     )
