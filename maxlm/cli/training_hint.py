@@ -19,6 +19,8 @@ PLACEHOLDER = 'WORKDIR'
 RUNS = Path('runs')
 # Rank of the adapters of a quantized model, which cannot be trained without adapters.
 LORA_RANK = 16
+# Parameters with a row for each token.
+NEW_ROWS = ('embedding', 'head')
 
 
 def training_command(
@@ -51,6 +53,9 @@ def training_command(
         changes['train.init_from'] = PLACEHOLDER if config is None else base
     if config is not None and config.model.weight_quantization != 'float' and not config.model.lora_rank:
         changes['model.lora_rank'] = LORA_RANK
+        if dataset is not None and config.model.vocab_size < dataset.vocab_size:
+            # The rows of new tokens are not part of the adapters.
+            changes['optimizer.trainable_params'] = ('embedding',) if config.model.tie_embeddings else NEW_ROWS
     settings = (f'--config.{key}={value}' for key, value in changes.items())
     return ['maxlm', 'train', f'--config={start}', f'--workdir=runs/{name}', *settings]
 
