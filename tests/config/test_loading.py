@@ -353,5 +353,5 @@ def test_a_base_without_a_config(config_file, base):
             loading.load('finetune', overrides)
         assert all(part in str(error.value) for part in parts)
     (base / 'config.json').write_text('{')
-    with pytest.raises(InputError, match='config.json: .*choose the workdir'):
+    with pytest.raises(InputError, match=r'config\.json: .*choose the workdir'):
         loading.load('finetune', [f'train.init_from={base}'])

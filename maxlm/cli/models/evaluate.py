@@ -3,7 +3,8 @@
 A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Several
 checkpoints are compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval
 benchmarks, task files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE, questions:FILE (exact answers) or
-needle, and reports the loss only if --data is given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --filter decontaminate:FILE`.
+needle, and reports the loss only if --data is given. --export-texts writes the texts of lm-eval tasks, for
+`maxlm prepare --filter decontaminate:FILE`.
 """
 
 from __future__ import annotations
