@@ -26,7 +26,8 @@ from maxlm.config.serialization import HIDDEN, is_secret, make_config, read_json
 from maxlm.config.validation import EXCLUSIVE, check_paths, validate
 from maxlm.config.validation_rl import with_grpo_defaults
 from maxlm.errors import InputError, nearest, os_message
-from maxlm.storage.regular_files import NotRegularError, check_regular, read_text
+from maxlm.storage.filesystem import is_url, read_bytes
+from maxlm.storage.regular_files import MAX_TEXT_BYTES, NotRegularError, check_regular, read_text
 
 # The keys of each group are alternative ways to set one quantity.
 ALTERNATIVES = (*EXCLUSIVE, ('optimizer.warmup_steps', 'optimizer.warmup_tokens'))
@@ -109,8 +110,47 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def _build_with(values: ConfigDict, overrides: Sequence[str]) -> Config:
-    _let_overrides_win(values, {_apply(values, override) for override in overrides})
+    overridden = {_apply(values, override) for override in overrides}
+    _let_overrides_win(values, overridden)
+    if values.train.init_model_config:
+        _take_base_model(values, overridden)
     return build(values)
+
+
+def _take_base_model(values: ConfigDict, overridden: set[str]) -> None:
+    """Replaces the section `model` as described at `train.init_model_config`."""
+    base = values.train.init_from
+    if not base:
+        raise InputError(
+            "train.init_model_config=True takes the model of train.init_from, but train.init_from is ''; set "
+            '--config.train.init_from=WORKDIR'
+        )
+    path = _base_config_path(base)
+    try:
+        text = read_bytes(path, limit=MAX_TEXT_BYTES).decode() if is_url(path) else read_text(path)
+        model = _parse_json(text).model
+    except (OSError, ValueError, InputError) as error:
+        reason = os_message(error) if isinstance(error, OSError) else error
+        raise InputError(
+            f'train.init_from={base}: {path}: {reason}; choose the workdir of a run or of maxlm hf import'
+        ) from error
+    kept = {key for key in values.model if f'model.{key}' in overridden}
+    if values.model.lora_rank:
+        kept |= {key for key in values.model if key.startswith('lora_')}
+    for key in set(model) - kept:
+        values.model[key] = model[key]
+    if 'model.attention' not in overridden:
+        values.model.attention = 'auto'
+    values.train.init_model_config = False
+
+
+def _base_config_path(checkpoint: str) -> str:
+    """Returns the config.json of a workdir, given the workdir, `WORKDIR@STEP`, `WORKDIR@best` or a step directory."""
+    workdir, _, step = checkpoint.rstrip('/').rpartition('@')
+    if not workdir or not (step.isdigit() or step == 'best') or Path(checkpoint).exists():
+        workdir = checkpoint.rstrip('/')
+    parent, _, step = workdir.rpartition('/checkpoints/')
+    return f'{parent if parent and step.isdigit() else workdir}/config.json'
 
 
 def build(values: ConfigDict) -> Config:

@@ -103,6 +103,9 @@ def resolve(
         num_steps = max(1, steps + round((train.num_epochs * windows - sequences) / global_batch))
 
     model = config.model
+    if train.init_from and model.vocab_size:
+        # The tables of the checkpoint grow; `maxlm.checkpoint.init_from` checks that the data extends its tokenizer.
+        model = dataclasses.replace(model, vocab_size=max(model.vocab_size, vocab_size))
     if model.vocab_size and model.vocab_size < vocab_size:
         raise InputError(
             f'model.vocab_size={model.vocab_size} is below the vocabulary size {vocab_size} of dataset '

@@ -160,6 +160,10 @@ class TrainConfig:
     # Checkpoint that initializes the parameters of a new run: WORKDIR (newest step), WORKDIR@STEP, WORKDIR@best or the
     # directory of a step. Parameters missing from it (adapters, rows for new tokens) are freshly initialized.
     init_from: CheckpointPath = ''
+    # Take the section `model` from the run of init_from, except for keys given on the command line and the adapters
+    # (model.lora_*) of a config that has some. So one config fits every base. The config.json of the run contains the
+    # result and False.
+    init_model_config: bool = False
     # Noise of the experts of a model that starts from a dense checkpoint, relative to the standard deviation of each
     # parameter.
     upcycling_noise: Weight = 0.01

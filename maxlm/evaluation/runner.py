@@ -14,6 +14,7 @@ from maxlm.evaluation.lm_eval_model import LmEvalModel
 from maxlm.evaluation.lm_eval_tasks import Benchmarks, measures, write_results
 from maxlm.evaluation.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
 from maxlm.evaluation.output import output_directory, write_samples
+from maxlm.evaluation.questions import QUESTIONS, ask, check_questions
 from maxlm.evaluation.statistics import Measure
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Completion, Request
@@ -32,12 +33,14 @@ class ParsedTasks(NamedTuple):
         suites: (kind, path) of code benchmarks.
         needle: run the needle-in-a-haystack test.
         core: path of the evaluation bundle of the CORE metric; '' = none.
+        questions: files of questions with exact answers.
     """
 
     benchmarks: tuple[str, ...]
     suites: tuple[tuple[str, str], ...]
     needle: bool
     core: str = ''
+    questions: tuple[str, ...] = ()
 
 
 def parse_tasks(text: str) -> ParsedTasks:
@@ -49,15 +52,17 @@ def parse_tasks(text: str) -> ParsedTasks:
     parts = [part.strip() for part in text.split(',')]
     if not all(parts):
         raise InputError(f'--tasks={text}: must be comma-separated names, e.g. arc_easy,humaneval:HumanEval.jsonl')
-    suites, benchmarks = [], []
+    suites, benchmarks, questions = [], [], []
     core, parts = split_bundle(list(dict.fromkeys(parts)), '--tasks')
     for part in parts:
         kind, separator, path = part.partition(':')
         if kind in KINDS and separator and path:
             suites.append((kind, path))
+        elif kind == QUESTIONS and separator and path:
+            questions.append(path)
         elif part != NEEDLE:
             benchmarks.append(part)
-    return ParsedTasks(tuple(benchmarks), tuple(suites), NEEDLE in parts, core)
+    return ParsedTasks(tuple(benchmarks), tuple(suites), NEEDLE in parts, core, tuple(questions))
 
 
 class EvalOptions(NamedTuple):
@@ -117,7 +122,9 @@ class EvalRun:
 
     def __init__(self, parsed: ParsedTasks, config: EvalOptions):
         """Opens the tasks. Raises InputError if a task does not exist or a required package is not installed."""
-        self._config, self._needle = config, parsed.needle
+        self._config, self._needle, self._questions = config, parsed.needle, parsed.questions
+        for path in self._questions:
+            check_questions(path)
         self._suites = [open_suite(kind, path, limit=config.limit) for kind, path in parsed.suites]
         self._core = open_bundle(parsed.core, limit=config.limit) if parsed.core else []
         self._benchmarks: Benchmarks | None = None
@@ -156,6 +163,17 @@ class EvalRun:
             programs = solve(suite, engine, model.tokenizer, config.programs, chat=chat)
             all_measures += programs.measures
             records[suite.name] = programs.records
+        for path in self._questions:
+            answered = ask(
+                path,
+                engine,
+                model.chat or model.tokenizer,
+                context=model.config.model.max_positions,
+                max_tokens=config.programs.max_tokens,
+                limit=config.limit,
+            )
+            all_measures.append(answered.measure)
+            records[QUESTIONS] = [*records.get(QUESTIONS, []), *answered.records]
         needles = None
         if self._needle:
             lengths = config.needle_lengths or default_lengths(scorer.max_length)

@@ -37,6 +37,7 @@ from maxlm.training.compile import device_options
 from maxlm.training.decisions.run_control import Rollback, RunControl, from_json, rolled_back, to_json
 from maxlm.training.decisions.run_length import at_start
 from maxlm.training.decisions.schedule_change import schedule_change
+from maxlm.training.optimizers.trainable import is_trained
 from maxlm.training.reference import reference_of
 from maxlm.training.state import Params, TrainState, init_opt_state, init_state
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
@@ -275,6 +276,8 @@ def initialize_state(
     state = state._replace(params=None, ema=None, reference=None)
     params = origin.read(abstract.params, initial)
     logger.info(f'starting with the parameters of {origin.path} and a fresh optimizer')
+    if remedy := _untrained_rows_text(config, origin):
+        logger.warning(remedy)
     for line in (
         origin.vocab_resize,
         _new_modules_text(initial),
@@ -298,6 +301,20 @@ def _random_state(config: Config, layout: Layout) -> TrainState:
     # On CPUs, the program would take three times as long to compile by default, and its values are the same.
     options = device_options(layout.mesh.devices.flat[0]) if layout.platform == 'cpu' else None
     return init_state(config, layout, compiler_options=options)
+
+
+def _untrained_rows_text(config: Config, origin: InitCheckpoint) -> str:
+    """Returns a warning if the rows of new tokens, such as the end of a turn, keep their initial mean; otherwise ''."""
+    resize = origin.vocab_resize
+    if resize is None or resize.num_new_tokens == resize.num_old_tokens:
+        return ''
+    tables = ('embedding',) if config.model.tie_embeddings else ('embedding', 'head')
+    if all(is_trained(config, name if name == 'embedding' else f'{name}.kernel') for name in tables):
+        return ''
+    return (
+        f'the rows of {resize.num_new_tokens - resize.num_old_tokens} new tokens are not trained, so the model will '
+        f'hardly generate these tokens; set --config.optimizer.trainable_params="{tables}"'
+    )
 
 
 def _upcycled_text(origin: InitCheckpoint) -> str:

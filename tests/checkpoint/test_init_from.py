@@ -184,6 +184,22 @@ def test_adapters_are_initialized(make, start):
     assert params['embedding'].shape[0] == NEW_ROWS
 
 
+def test_frozen_rows_of_new_tokens_are_a_warning(make, start):
+    origin, _ = make(**UNTIED)
+    options = {**UNTIED, **LORA, 'model__vocab_size': NEW_ROWS}
+    _, out = start(origin, NEW, **options)
+    assert 'the rows of 2 new tokens are not trained' in out
+    assert '--config.optimizer.trainable_params="(\'embedding\', \'head\')"' in out
+    # The parameters that the message names suffice; the embedding alone does not.
+    _, out = start(origin, NEW, **options, optimizer__trainable_params=('embedding', 'head'))
+    assert 'not trained' not in out
+    _, out = start(origin, NEW, **options, optimizer__trainable_params=('embedding',))
+    assert 'not trained' in out
+    # Control: without new tokens or adapters, nothing is missing.
+    assert 'not trained' not in start(origin, OLD, **UNTIED, **LORA)[1]
+    assert 'not trained' not in start(origin, NEW, **UNTIED, model__vocab_size=NEW_ROWS)[1]
+
+
 def test_adapters_are_restored(make, start):
     origin, before = make(**UNTIED, **LORA)
     state, _ = start(origin, **UNTIED, **LORA)

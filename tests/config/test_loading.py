@@ -306,3 +306,59 @@ def test_a_config_json_has_no_variants_and_must_exist(run_file, tmp_path):
         loading.load(f'{path}:big')
     with pytest.raises(InputError, match=r'--config=.*confg\.json: file not found; did you mean .*config\.json'):
         loading.load(str(tmp_path / 'confg.json'))
+
+
+BASE = {'num_layers': 3, 'dim': 96, 'num_heads': 6, 'vocab_size': 500, 'family': 'llama', 'attention': 'xla'}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Returns a workdir that contains only the config of a run of another shape than `config_file`."""
+    config = loading.load('tiny', [f'model.{key}={value}' for key, value in BASE.items()])
+    (tmp_path / 'base').mkdir()
+    (tmp_path / 'base/config.json').write_text(to_json(config))
+    return tmp_path / 'base'
+
+
+@pytest.mark.parametrize('reference', ['{}', '{}/', '{}@300', '{}@best', '{}/checkpoints/300'])
+def test_the_model_of_the_base(config_file, base, reference):
+    overrides = [f'train.init_from={reference.format(base)}', 'model.dropout=0.5']
+    config = loading.load(config_file, [*overrides, 'train.init_model_config=true'])
+    found = {key: getattr(config.model, key) for key in BASE}
+    # The kernel is that of this machine.
+    assert found == {**BASE, 'attention': 'auto'}
+    # Options of the command line and all other sections are those of the run.
+    assert (config.model.dropout, config.train.num_steps, config.train.init_model_config) == (0.5, 10, False)
+    # The model can be changed again, as by a caller of the Python API.
+    assert loading.override(config, ['model.num_layers=5']).model.num_layers == 5
+    # Control: without the key, the file determines the model.
+    assert loading.load(config_file, overrides).model.dim == 64
+
+
+def test_adapters_of_the_config_are_kept(base):
+    names = ('lora_rank', 'lora_alpha', 'dim')
+    for spec, overrides, expected in (
+        ('finetune', [], (0, 16.0, 96)),
+        ('finetune:lora', [], (16, 16.0, 96)),
+        ('finetune', ['model.lora_rank=4', 'model.lora_alpha=8'], (4, 8.0, 96)),
+    ):
+        model = loading.load(spec, [f'train.init_from={base}', *overrides]).model
+        assert tuple(getattr(model, name) for name in names) == expected
+    # The adapters of a base stay.
+    adapted = loading.load('tiny', ['model.lora_rank=2', 'model.lora_alpha=3'])
+    (base / 'config.json').write_text(to_json(adapted))
+    model = loading.load('finetune', [f'train.init_from={base}']).model
+    assert (model.lora_rank, model.lora_alpha) == (2, 3.0)
+
+
+def test_a_base_without_a_config(config_file, base):
+    for overrides, parts in (
+        ([], ["train.init_from is ''", '--config.train.init_from=WORKDIR']),
+        ([f'train.init_from={base}/no'], [f'train.init_from={base}/no', 'No such file', 'choose the workdir']),
+    ):
+        with pytest.raises(InputError) as error:
+            loading.load('finetune', overrides)
+        assert all(part in str(error.value) for part in parts)
+    (base / 'config.json').write_text('{')
+    with pytest.raises(InputError, match=r'config\.json: .*choose the workdir'):
+        loading.load('finetune', [f'train.init_from={base}'])

@@ -64,6 +64,10 @@ def test_vocabulary_and_widths():
     model = resolved(model__family='llama').model
     assert (model.vocab_size, model.head_dim, model.ffn_dim, model.max_positions) == (1000, 16, 256, 2048)
     assert resolved(model__vocab_size=1024).model.vocab_size == 1024
+    # The tables of a base grow with the tokenizer of the data, and do not shrink.
+    base = {'train__init_from': 'runs/base'}
+    assert resolved(**base, model__vocab_size=998).model.vocab_size == 1000
+    assert resolved(**base, model__vocab_size=1024).model.vocab_size == 1024
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """`Next: …` lines of `prepare`, `hf import`, `train` and `grpo`: each runs as printed."""
 
 import json
+import os
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,9 +87,8 @@ def test_text_trains_a_new_model(run):
 @pytest.mark.parametrize('name', [CHAT, PAIR, LABEL])
 def test_posttraining_starts_from_the_model_of_the_tokenizer(run, name, shared_steps):
     words = prepared(run, name, '--tokenizer', 'base/tokenizer.json', *PACKED)
-    assert words[2:4] == ['--config=base/config.json', '--workdir=runs/data']
+    assert words[2:4] == [f'--config=finetune{"" if name == CHAT else ":dpo"}', '--workdir=runs/data']
     assert '--config.train.init_from=base' in words
-    assert ('--config.train.objective=dpo' in words) == (name != CHAT)
     assert ('--config.dpo.loss_type=kto' in words) == (name == LABEL)
     # The chat template adds tokens to the tokenizer.
     vocab_size = Tokenizer.load('data/tokenizer.json').vocab_size
@@ -97,7 +98,25 @@ def test_posttraining_starts_from_the_model_of_the_tokenizer(run, name, shared_s
     found = read_config_of('runs/data')
     assert found.model.vocab_size == vocab_size
     assert found.data.seq_len == 64
+    # The base has another shape than the config named before.
+    base = read_config_of('base').model
+    assert (found.model.num_layers, found.model.dim, found.model.family) == (base.num_layers, base.dim, base.family)
     follow(run, words, '--max-tokens=2')
+
+
+def test_the_tokenizer_of_the_data_finds_the_newest_run(run, directory):
+    # The reader gives the tokenizer of the data set instead of that of the model.
+    for name in ('older', 'newer'):
+        shutil.copytree('base', f'runs/{name}')
+        os.utime(f'runs/{name}/tokenizer.json', (0, 1 if name == 'older' else 2))
+    words = prepared(run, CHAT, '--tokenizer', 'tokenizer.json', *PACKED)
+    assert words[2] == '--config=finetune'
+    assert words[-1] == '--config.train.init_from=runs/newer'
+    # Control: a run with another tokenizer is no base.
+    chars = Path('tokenizer.json').read_bytes() + b' '
+    for name in ('older', 'newer'):
+        Path(f'runs/{name}/tokenizer.json').write_bytes(chars)
+    assert training_command('data', 'chat', 64, tokenizer='tokenizer.json')[2] == '--config=tiny'
 
 
 def test_conversations_without_a_model_train_a_new_one(run):
@@ -133,7 +152,7 @@ def test_an_imported_model(run, directory, shared_steps):
         'runs/model/tokenizer.json',
         *PACKED,
     )
-    assert words[2] == '--config=runs/model/config.json'
+    assert words[2] == '--config=finetune'
     assert not [word for word in words if 'vocab_size' in word]
     follow(run, words)
     (directory / 'prompts.jsonl').write_text('{"prompt": "Hi", "answer": "Hello"}\n' * 8)
@@ -171,8 +190,8 @@ def test_the_run_of_the_model_does_not_determine_the_next_one(directory):
     config = load(words[2].removeprefix('--config='), [word.removeprefix('--config.') for word in words[4:]])
     assert (config.data.path, config.data.sources, config.data.seq_len_schedule) == ('data', (), ())
     assert (config.train.objective, config.train.init_from) == ('dpo', 'other')
-    # Control: settings that fit to the new data stay.
-    assert (config.model.lora_rank, config.train.num_steps) == (2, 20)
+    # Control: the model is that of the run.
+    assert (config.model.lora_rank, config.model.weight_quantization) == (2, 'int8')
 
 
 def test_grpo_has_defaults_of_its_own():

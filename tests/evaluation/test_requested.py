@@ -17,6 +17,7 @@ from maxlm.evaluation.runner import ParsedTasks, parse_tasks
             ParsedTasks((), (('humaneval', 'x.jsonl'), ('mbpp', 'y/z.jsonl.gz')), False),
         ),
         ('core:data/bundle,needle,a', ParsedTasks(('a',), (), True, 'data/bundle')),
+        ('questions:a.jsonl,questions:b.jsonl', ParsedTasks((), (), False, questions=('a.jsonl', 'b.jsonl'))),
         # Without a file, the name refers to lm-eval's task.
         ('humaneval,needle', ParsedTasks(('humaneval',), (), True)),
     ],

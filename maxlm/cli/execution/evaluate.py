@@ -14,11 +14,12 @@ import numpy as np
 
 from maxlm.cli.hints import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
-from maxlm.errors import EXIT_DONE, InputError
+from maxlm.errors import EXIT_DONE, InputError, escape_controls
 from maxlm.evaluation.code import ProgramsConfig
 from maxlm.evaluation.lm_eval_tasks import Benchmarks
 from maxlm.evaluation.output import output_directory
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
+from maxlm.evaluation.questions import QUESTIONS
 from maxlm.evaluation.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
@@ -28,6 +29,9 @@ from maxlm.storage.atomic import atomic_write
 from maxlm.storage.json_text import finite_json, strings_in
 from maxlm.telemetry.metrics import perplexity
 from maxlm.workdir.files import EVALUATION_FILE
+
+# Number of answers to questions:FILE that are printed. --output writes all.
+SHOWN_ANSWERS = 20
 
 
 class Evaluated(NamedTuple):
@@ -60,6 +64,8 @@ def execute(options: argparse.Namespace) -> int:
         print(finite_json(one.loss) if options.json else _loss_text(one))
     else:
         columns = [Column(one.name, one.measures) for one in found]
+        if not options.json:
+            _print_answers(found)
         print(finite_json(_as_json(found)) if options.json else table_text(columns))
     if not options.json:
         print_generate(options.checkpoint[0])
@@ -199,6 +205,14 @@ def _check(corpus: TrainingData, model: LoadedModel) -> tuple[int, int]:
     if not num_tokens:
         raise InputError(f'{dataset.path} has no validation documents; prepare it with --validation PATH')
     return num_tokens, text_bytes
+
+
+def _print_answers(found: list[Evaluated]) -> None:
+    """Prints the answers to the first questions of `questions:FILE`, with the expected ones of wrong answers."""
+    for one in found:
+        for record in [] if one.tasks is None else one.tasks.records.get(QUESTIONS, [])[:SHOWN_ANSWERS]:
+            wrong = '' if record['exact'] else f'  (expected: {record["expected"]})'
+            print(escape_controls(f'{one.name}  {record["question"]}  {record["answer"]}{wrong}'))
 
 
 def _loss_text(one: Evaluated) -> str:

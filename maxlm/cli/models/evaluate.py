@@ -2,8 +2,9 @@
 
 A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Several
 checkpoints are compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval
-benchmarks, task files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE or needle, and reports the loss only
-if --data is given. --export-texts writes the texts of lm-eval tasks, for `maxlm prepare --filter decontaminate:FILE`.
+benchmarks, task files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE, questions:FILE (exact answers) or
+needle, and reports the loss only if --data is given. --export-texts writes the texts of lm-eval tasks, for
+`maxlm prepare --filter decontaminate:FILE`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def make_parser() -> ArgumentParser:
         '--tasks',
         type=PathList(PathOption()),
         default='',
-        help='comma-separated lm-eval tasks, task files, core:DIRECTORY, humaneval:FILE, mbpp:FILE, needle',
+        help='comma-separated lm-eval tasks, task files, core:DIRECTORY, humaneval:FILE, mbpp:FILE, questions:FILE, '
+        'needle',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
     add('--tasks-path', type=folder, default='', help='folder of task files that --tasks can select by name')
@@ -60,7 +62,7 @@ def make_parser() -> ArgumentParser:
     add('--limit', type=number(1), help='maximum documents per task')
     add('--apply-chat-template', action='store_true', help="apply the model's chat template to prompts")
     add('--samples', type=number(1), default=1, help='programs per problem; 1 = greedy (default 1)')
-    add('--max-tokens', type=int, default=512, help='maximum tokens of a program (default 512)')
+    add('--max-tokens', type=int, default=512, help='maximum tokens of a program or answer (default 512)')
     add('--temperature', type=float, default=0.8, help='sampling temperature if --samples > 1 (default 0.8)')
     add('--seed', type=int, default=0, help='random seed of sampling (default 0)')
     add('--num-slots', type=number(1), default=32, help='maximum concurrent continuations (default 32)')
