@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 
 from maxlm.data.executors.executor import OnProgress, TransientError
 from maxlm.data.parts.part_store import WORK_DIRECTORY, PartTask
 from maxlm.data.parts.scratch import scratch_directory
+from maxlm.data.parts.versions import package_versions
 from maxlm.errors import InputError
 from maxlm.storage.bucket import Bucket, Listed, PermissionDeniedError
 from maxlm.storage.download import RemoteFile, fetch_file
@@ -25,10 +27,12 @@ class BucketTask:
     Attributes:
         url: URL of the data set.
         task: the task.
+        versions: versions of the packages on the machine that creates the task.
     """
 
     url: str
     task: PartTask
+    versions: dict[str, str] = dataclasses.field(default_factory=package_versions)
 
     @property
     def name(self) -> str:
@@ -68,9 +72,19 @@ class BucketTask:
         for name in task.inputs:
             fetch_object(bucket, name, directory, bucket.list_one(name))
         task.check_machine()
+        self._check_versions()
         task.run(report)
         for name in [*(task.files() or {}), result_name]:
             upload_file(bucket, name, directory / name)
+
+    def _check_versions(self) -> None:
+        found = package_versions()
+        for name, version in self.versions.items():
+            if found.get(name) != version:
+                raise InputError(
+                    f'{socket.gethostname()} has {name} {found.get(name, "(missing)")} instead of {version} as on '
+                    'the machine that started maxlm prepare; install the same versions on all machines'
+                )
 
 
 def fetch_object(bucket: Bucket, name: str, directory: Path, listed: Listed | None) -> bool:

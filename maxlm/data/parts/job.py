@@ -9,6 +9,7 @@ from typing import Any
 
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.parts.part_store import WORK_DIRECTORY, PartStore
+from maxlm.data.parts.versions import package_versions
 from maxlm.errors import InputError
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.filesystem import display_path
@@ -22,7 +23,8 @@ class PreparationJob:
     """Inputs and options of a preparation, as JSON values.
 
     Attributes:
-        options: all options that determine the data set, and a checksum of the inputs under `inputs`.
+        options: all options that determine the data set, the versions of packages, and a checksum of the inputs under
+            `inputs`.
         files: maps each input file to its size and version.
     """
 
@@ -49,9 +51,10 @@ class PreparationJob:
 
 def make_job(made_from: dict[str, Any], files: Sequence[InputFile]) -> PreparationJob:
     """Returns the job of these options, see `made_from`, and input files."""
+    packages = {f'version of {name}': version for name, version in package_versions().items()}
     versions = {display_path(file.path): [file.size, file.version] for file in files}
     # The round trip turns tuples into lists, as in the stored job.
-    return PreparationJob(**json.loads(json.dumps({'options': made_from, 'files': versions})))
+    return PreparationJob(**json.loads(json.dumps({'options': made_from | packages, 'files': versions})))
 
 
 def check_job(store: PartStore, job: PreparationJob, name: str) -> None:

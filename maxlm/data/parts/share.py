@@ -52,7 +52,7 @@ def parse_share(text: str, environment: Mapping[str, str]) -> Share:
         names = ('SLURM_ARRAY_TASK_ID', 'SLURM_ARRAY_TASK_MIN', 'SLURM_ARRAY_TASK_MAX')
         number, first, last = (int(environment.get(name) or 0) for name in names)
         return Share(number - first, last - first + 1)
-    match = re.fullmatch(r'(\d{1,9})/(\d{1,9})', text)
+    match = re.fullmatch(r'(\d{1,9})/(\d{1,9})', text, re.ASCII)
     if match is None or int(match[1]) >= int(match[2]):
         raise InputError(f'--task={text}: must be I/N with I from 0 to N-1, for example 0/8')
     return Share(int(match[1]), int(match[2]))
