@@ -19,7 +19,7 @@ from pathlib import Path
 
 from maxlm.cli.setup import prepare
 from maxlm.data.prepare import partitions
-from maxlm.data.prepare.pipeline import WORK_DIRECTORY
+from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.errors import exit_code
 from tests.preparing import contents
 

@@ -102,14 +102,30 @@ def upload_files(
     _run_all('upload', [partial(bucket.put_file, prefix + name, f.path, on_bytes) for name, f in missing.items()])
     existing = _list_files(bucket, folder)
     for name, file in files.items():
-        found = existing.get(name)
-        is_same = found is not None and found.size == file.size
-        if is_same and found != Listed(file.size, file.digest):
-            is_same = not bucket.has_md5_digests and (
-                not read_back or bucket.sha256(prefix + name, file.size) == file.sha256
-            )
-        if not is_same:
-            raise BucketError(f'{redact(bucket.url)}/{prefix}{name}: the uploaded content differs from the local file')
+        _check_uploaded(bucket, prefix + name, file, existing.get(name), read_back=read_back)
+
+
+def upload_file(bucket: Bucket, name: str, path: Path) -> None:
+    """Uploads one file and verifies it, without listing a directory. Skips a file that exists with the same content.
+
+    Raises:
+        BucketError: the uploaded content differs, or the upload failed.
+        OSError: the file cannot be read.
+    """
+    file = bucket.describe(path)
+    if bucket.list_one(name) == Listed(file.size, file.digest):
+        return
+    bucket.put_file(name, path, lambda num_bytes: None)
+    _check_uploaded(bucket, name, file, bucket.list_one(name), read_back=True)
+
+
+def _check_uploaded(bucket: Bucket, name: str, file: LocalFile, found: Listed | None, *, read_back: bool) -> None:
+    """Raises BucketError unless the object `found` has the content of a local file."""
+    is_same = found is not None and found.size == file.size
+    if is_same and found != Listed(file.size, file.digest):
+        is_same = not bucket.has_md5_digests and (not read_back or bucket.sha256(name, file.size) == file.sha256)
+    if not is_same:
+        raise BucketError(f'{redact(bucket.url)}/{name}: the uploaded content differs from the local file')
 
 
 def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -> None:

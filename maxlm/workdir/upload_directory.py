@@ -116,13 +116,23 @@ class Upload:
         shutil.rmtree(self._cache_path, ignore_errors=True)
 
     def _retry(self, request: Callable[[], T]) -> T:
-        def send() -> T:
-            try:
-                return request()
-            except PermissionDeniedError as error:
-                raise InputError(f'{error}; check the bucket, the credentials and their permissions') from error
+        return retry_requests(self.url, request, advice=RETRY_ADVICE)
 
+
+def retry_requests(url: str, request: Callable[[], T], *, advice: str) -> T:
+    """Returns the result of requests to a bucket. Repeats them for TIMEOUT_SECONDS if the bucket does not respond.
+
+    Raises:
+        InputError: the bucket refuses a request or does not respond. `advice` is the remedy in the second case.
+    """
+
+    def send() -> T:
         try:
-            return RetryPolicy(logger.warning, time.sleep).call(self.url, send, patience_seconds=TIMEOUT_SECONDS)
-        except TransientStorageError as error:
-            raise InputError(f'{error}; {RETRY_ADVICE}') from error
+            return request()
+        except PermissionDeniedError as error:
+            raise InputError(f'{error}; check the bucket, the credentials and their permissions') from error
+
+    try:
+        return RetryPolicy(logger.warning, time.sleep).call(url, send, patience_seconds=TIMEOUT_SECONDS)
+    except TransientStorageError as error:
+        raise InputError(f'{error}; {advice}') from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 from maxlm.cli.hints import print_next
 from maxlm.cli.parser import ArgumentParser, command_parser, text_argument
 from maxlm.cli.process import run
 from maxlm.data.filters.filters_by_name import FILTERS
+from maxlm.data.parts.share import STAGES
 from maxlm.data.prepare.options import PrepareOptions
 from maxlm.data.tokenizer.tokenizer import SPECS
 from maxlm.errors import escape_controls
@@ -24,11 +27,25 @@ def main(argv: list[str]) -> int:
     if not options.quiet:
         # File names need not be valid text.
         print(escape_controls('\n'.join([*output.summary, *skipped_files(output.not_text)])))
+        if output.dataset is None:
+            _print_next_stage(argv, options)
+            return 0
         command = training_command(
             options.output, output.format, options.pack_seq_len, tokenizer=options.tokenizer, dataset=output.dataset
         )
         print_next(*command)
     return 0
+
+
+def _print_next_stage(argv: list[str], options: PrepareOptions) -> None:
+    """Prints the command of the next stage, unless other tasks of this stage may be running."""
+    if options.task or any(name.startswith('SLURM_ARRAY') for name in os.environ):
+        return
+    kept = [word for word in argv if not word.startswith('--stage=')]
+    if '--stage' in kept:
+        place = kept.index('--stage')
+        del kept[place : place + 2]
+    print_next('maxlm', 'prepare', *kept, f'--stage={STAGES[STAGES.index(options.stage) + 1]}')
 
 
 def parse(argv: list[str]) -> PrepareOptions:
@@ -162,8 +179,19 @@ def make_parser() -> ArgumentParser:
 
     how = parser.add_argument_group('execution (does not affect the result)').add_argument
     how('--workers', type=int, metavar='N', help='number of local worker processes (one per core)')
-    how('--executor', choices=('local', 'ray'), help='ray: a cluster that shares the disk of --output')
+    how(
+        '--executor',
+        choices=('local', 'ray'),
+        help='ray: a cluster that shares the disk of --output or has a bucket in common',
+    )
     how('--ray-address', metavar='ADDRESS', help='cluster address (RAY_ADDRESS, or this machine)')
+    stages = 'run only this stage, for example in a Slurm array; in this order (default: all stages)'
+    how('--stage', choices=STAGES, help=stages)
+    how(
+        '--task',
+        metavar='I/N',
+        help='share I (from 0) of N of the stage scan or shards (share of a Slurm array, or all)',
+    )
     how('--retries', type=int, metavar='N', help='retries of a failed partition (%(default)s)')
     how('--skip-failed', action='store_true', help='skip and list partitions that fail after all retries')
     how(

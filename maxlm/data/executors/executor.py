@@ -39,9 +39,6 @@ class Task(Protocol):
     def size(self) -> int:
         """Size of the input in bytes."""
 
-    def is_done(self) -> bool:
-        """Returns True if a result of the same inputs exists."""
-
     def run(self, report: OnProgress) -> None:
         """Runs the task. The result is written last and atomically."""
 

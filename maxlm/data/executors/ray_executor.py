@@ -1,4 +1,4 @@
-"""Executor on a Ray cluster. All machines must share the disk with the directory of the data set."""
+"""Executor on a Ray cluster. Its machines share the disk with the data set, or have a bucket in common."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from maxlm.errors import InputError, os_message
 
 # Number of submitted tasks per core, so that no machine waits for its next task.
 TASKS_PER_CORE = 2
+# Number of machines that a task may lose without a failed attempt. More losses may be its own fault.
+MAX_LOST_NODES = 10
 # Seconds to wait for canceled tasks to stop.
 CANCEL_SECONDS = 30.0
 # Timeout of the connection to a cluster.
@@ -23,7 +25,8 @@ REMEDY = 'start one with `ray start --head`, which prints its address'
 class RayCluster:
     """Runs one task per core of a Ray cluster. See `Executor`.
 
-    Ray's own retries are off, because `run_tasks` retries. Progress is reported when a task finishes.
+    Ray's own retries are off, because `run_tasks` retries. A task whose machine is lost starts again at once. This
+    does not count as a failed attempt. Progress is reported when a task finishes.
     """
 
     def __init__(self, address: str = ''):
@@ -50,7 +53,8 @@ class RayCluster:
             reason = ' '.join(str(error).split())[:300]
             raise InputError(f'--ray-address={address}: no Ray cluster ({reason}); {REMEDY}') from error
         self._remote = ray.remote(num_cpus=1, max_retries=0)(_attempt)
-        self._running: dict[Any, int] = {}
+        # Maps references to the number of a task, the task, and the number of machines that it has lost.
+        self._running: dict[Any, tuple[int, Task, int]] = {}
 
     def __enter__(self) -> RayCluster:
         return self
@@ -65,18 +69,21 @@ class RayCluster:
 
     def start(self, number: int, task: Task) -> None:
         """See `Executor`."""
-        self._running[self._remote.remote(number, task)] = number
+        self._running[self._remote.remote(number, task)] = (number, task, 0)
 
     def wait(self, on_progress: OnProgress) -> list[TaskResult]:
         """See `Executor`."""
         ended, _ = self._ray.wait(list(self._running), num_returns=1)
         outcomes = []
         for reference in ended:
-            number = self._running.pop(reference)
+            number, task, losses = self._running.pop(reference)
             try:
                 outcome, done = self._ray.get(reference)
-            # A worker or a machine was lost, or ran out of memory.
+            # A worker was lost, or ran out of memory, or a machine was lost.
             except self._ray.exceptions.RayError as error:
+                if isinstance(error, self._ray.exceptions.NodeDiedError) and losses < MAX_LOST_NODES:
+                    self._running[self._remote.remote(number, task)] = (number, task, losses + 1)
+                    continue
                 reason = str(error).strip().partition('\n')[0][:300]
                 outcomes.append(TaskResult(number, TaskStatus.FAILED, f'{type(error).__name__}: {reason}'))
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
+from maxlm.data.dataset.preparation import Announcer
 from maxlm.data.dataset.records import DatasetManifest, Shard, SourceCounts, Split, dataset_fingerprint, token_dtype
 from maxlm.data.filters.report import CleaningReport
 from maxlm.data.prepare.shard_output import SplitCounts
@@ -127,6 +129,22 @@ class ManifestBuilder:
             **_boundary_fields(tokenizer.boundaries),
             **_chat_fields(chat, self._sums),
         )
+
+
+class Publisher:
+    """Announces the shards of completed partitions: first all validation partitions, then the others in order."""
+
+    def __init__(self, announcer: Announcer, builder: ManifestBuilder, tasks: Sequence[WriteShards]):
+        self._announcer, self._builder = announcer, builder
+        self._waiting = deque(sorted(tasks, key=lambda task: not task.partition.is_validation))
+
+    def update(self) -> None:
+        """Announces the shards up to the first partition that is not complete."""
+        before = len(self._waiting)
+        while self._waiting and self._waiting[0].is_done():
+            self._builder.add(self._waiting.popleft())
+        if len(self._waiting) < before and self._builder.has_shards:
+            self._announcer.publish(self._builder.build())
 
 
 def _boundary_fields(boundaries: TextBoundaries) -> dict[str, Any]:

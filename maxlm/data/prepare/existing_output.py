@@ -1,10 +1,11 @@
-"""Checks data sets that already exist, in a local directory or a bucket, and locks output directories."""
+"""Checks data sets that already exist, in a directory or a bucket. Locks output directories and removes leftovers."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -12,11 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
+from maxlm.data.dataset.preparation import remove_announcements
 from maxlm.data.dataset.records import STREAM, DatasetManifest, load_manifest
 from maxlm.data.dataset.shard_cache import fetch_manifest
+from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare.options import CHAT_FIELDS, READING_FIELDS
-from maxlm.data.prepare.pipeline import PARTITIONS_SKIPPED
+from maxlm.data.prepare.pipeline import CLEANING_FILE, PARTITIONS_SKIPPED
 from maxlm.data.prepare.summary import summary
+from maxlm.data.prepare.write_shards import find_leftover_files
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.errors import InputError, os_message
 from maxlm.storage.filesystem import display_path
 
@@ -67,8 +73,8 @@ def published(url: str, made_from: dict[str, Any], *, skip_failed: bool) -> tupl
     return [line.replace(folder, display_path(url)) for line in lines], dataset
 
 
-def _lock(directory: int) -> None:
-    """Locks an open directory.
+def _lock(directory: int, kind: int) -> None:
+    """Locks an open directory. `kind` is LOCK_EX or LOCK_SH.
 
     Raises:
         BlockingIOError: another process has held the lock for `LOCK_SECONDS`.
@@ -76,7 +82,7 @@ def _lock(directory: int) -> None:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(directory, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -85,8 +91,8 @@ def _lock(directory: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Creates the output directory and locks it against other runs.
+def locked(output: Path, *, is_share: bool = False) -> Iterator[None]:
+    """Creates the output directory and locks it against other runs; with `is_share`, not against other shares.
 
     Raises:
         InputError: the directory cannot be written, or another run has locked it.
@@ -100,7 +106,7 @@ def locked(output: Path) -> Iterator[None]:
         raise InputError(f'--output={output}: {os_message(error)}; use a writable directory') from error
     try:
         try:
-            _lock(directory)
+            _lock(directory, fcntl.LOCK_SH if is_share else fcntl.LOCK_EX)
         except BlockingIOError as error:
             raise InputError(
                 f'--output={output}: another maxlm prepare is writing to it; wait for it, or choose another directory'
@@ -108,3 +114,27 @@ def locked(output: Path) -> Iterator[None]:
         yield
     finally:
         os.close(directory)
+
+
+def remove_leftovers(dataset: DatasetManifest, *, cleaned: bool) -> None:
+    """Removes temporary files and files of earlier runs that do not belong to the completed data set."""
+    shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
+    remove_announcements(dataset.path)
+    remove_partial_files(dataset.path)
+    for path in find_leftover_files(
+        dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]
+    ):
+        path.unlink()
+    if not dataset.chat_template_sha256:
+        (dataset.path / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
+    if not dataset.text_boundaries_sha256:
+        (dataset.path / TEXT_BOUNDARIES_FILE).unlink(missing_ok=True)
+    if not cleaned:
+        (dataset.path / CLEANING_FILE).unlink(missing_ok=True)
+
+
+def remove_partial_files(output: Path) -> None:
+    """Removes partial files of killed processes. Requires that no task is running."""
+    for directory in (output, output / WORK_DIRECTORY):
+        for path in directory.glob('.*.partial'):
+            path.unlink(missing_ok=True)

@@ -15,9 +15,9 @@ from maxlm.data.documents.read_options import MAX_RECORD_BYTES, ReadOptions
 from maxlm.data.filters.dedup import choose_bands
 from maxlm.data.filters.filters_by_name import describe_filters, make_cleaner
 from maxlm.data.formats.input_file import InputFile
+from maxlm.data.parts.share import PARALLEL, STAGES, parse_share
 from maxlm.data.tokenizer.tokenizer import Tokenizer, check_spec
 from maxlm.errors import InputError, flag
-from maxlm.storage.filesystem import display_path
 
 if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
@@ -61,6 +61,8 @@ class PrepareOptions:
     workers: int | None = None
     executor: str = 'local'
     ray_address: str = ''
+    stage: str = ''
+    task: str = ''
     retries: int = 2
     skip_failed: bool = False
     cache: str = '~/.cache/maxlm'
@@ -85,15 +87,28 @@ def _check(options: PrepareOptions) -> None:
             raise InputError(f'{flag(name)}={getattr(options, name)}: must be from 0 to 1')
     if options.ray_address and options.executor != 'ray':
         raise InputError(f'--ray-address={options.ray_address} requires --executor=ray')
-    if options.executor == 'ray' and not isinstance(options.output, Path):
-        raise InputError(
-            f'--output={display_path(options.output)}: --executor=ray requires a directory that the cluster shares; '
-            'write to one, then upload it'
-        )
+    _check_stage(options)
     make_cleaner(options.filter)
     choose_bands(options.dedup_threshold)
     parse_roles(options.roles)
     check_spec(options.tokenizer, infill=options.fim_rate > 0)
+
+
+def _check_stage(options: PrepareOptions) -> None:
+    """Raises InputError for options that do not work with stages, or on machines with only a bucket in common."""
+    if options.stage not in ('', *STAGES):
+        raise InputError(f'--stage={options.stage}: must be one of {", ".join(STAGES)}')
+    if options.task and options.stage not in PARALLEL:
+        raise InputError(f'--task={options.task} requires --stage={" or --stage=".join(PARALLEL)}')
+    parse_share(options.task, {})
+    if options.stage and options.skip_failed:
+        raise InputError(
+            f'--skip-failed does not work with --stage={options.stage}, because all stages must skip the same '
+            'partitions; remove it, or run all stages in one command'
+        )
+    if options.stream and (options.stage or (options.executor == 'ray' and not isinstance(options.output, Path))):
+        other = f'--stage={options.stage}' if options.stage else '--executor=ray and a bucket'
+        raise InputError(f'--stream does not work with {other}: training reads the shards of one directory; remove it')
 
 
 def chat_fields(what: str, chat: ChatRecipe | None) -> dict[str, Any]:

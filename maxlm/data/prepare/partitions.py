@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -17,14 +18,18 @@ from maxlm.data.executors.executor import TransientError
 from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.prepare.task_results import identity_of
+from maxlm.errors import InputError
+from maxlm.storage import filesystem
 from maxlm.storage.errors import TransientStorageError
-from maxlm.storage.filesystem import display_path
+from maxlm.storage.filesystem import display_path, is_url
 
 # Number of partitions within the size limits below. Several partitions per worker keep all workers busy to the end.
 # MAX_GROUP_BYTES limits the work that a failure repeats. MIN_GROUP_BYTES limits the number of shards of small inputs.
 GROUPS = 64
 MAX_GROUP_BYTES = 256 * 2**20
 MIN_GROUP_BYTES = 2 * 2**20
+# Kinds of inputs that are named data sets and not files.
+NAMED_KINDS = frozenset({'hub', 'tfds'})
 # Number of files that are split concurrently: each lookup in a bucket is slow.
 LOOKUP_THREADS = 16
 # Characters per batch of documents: enough to keep the encoder busy, few enough to update the progress bar often.
@@ -85,6 +90,17 @@ class PartitionTask:
     def size(self) -> int:
         """See `Task`."""
         return self.partition.size
+
+    def check_machine(self) -> None:
+        """See `PartTask`. Compares the sizes of local input files."""
+        for file in {file_range.file for file_range in self.partition.file_ranges}:
+            if file.kind in NAMED_KINDS or is_url(file.path):
+                continue
+            if (size := filesystem.stat(file.path).size) != file.size:
+                raise InputError(
+                    f'{file.path} on {socket.gethostname()} has {size:,} bytes instead of {file.size:,} as on the '
+                    'machine that started maxlm prepare; use inputs that all machines share, such as URLs'
+                )
 
 
 @dataclasses.dataclass(frozen=True)

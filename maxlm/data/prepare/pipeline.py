@@ -6,85 +6,36 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import os
-import shutil
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
-from maxlm.data.dataset.preparation import Announcer, remove_announcements
+from maxlm.data.dataset.preparation import Announcer
 from maxlm.data.dataset.records import STREAM_INPUTS, DatasetManifest, save_manifest
 from maxlm.data.executors.executor import Executor, run_tasks
+from maxlm.data.executors.stage_bar import StageBar
 from maxlm.data.filters.report import CleaningReport
-from maxlm.data.prepare.build_manifest import ManifestBuilder, assemble, without_duplicates
+from maxlm.data.parts.part_store import WORK_DIRECTORY, PartStore, SharedDirectory
+from maxlm.data.parts.share import ALL, Share
+from maxlm.data.prepare.build_manifest import ManifestBuilder, Publisher, assemble, without_duplicates
 from maxlm.data.prepare.choose_validation import Cut, ValidationChoice, choose_validation, stream_fraction
 from maxlm.data.prepare.partitions import Partition, ReadSettings
 from maxlm.data.prepare.sample import Preview
-from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, deduplicate
+from maxlm.data.prepare.scan import Cleaning, DecisionFile, ScanTask, decision_files, deduplicate
 from maxlm.data.prepare.task_results import identity_of, load_result, save_result
 from maxlm.data.prepare.train_val_split import HASH_RANGE, SAMPLE_BYTES
-from maxlm.data.prepare.write_shards import ChatShards, WriteShards, find_leftover_files
+from maxlm.data.prepare.write_shards import ChatShards, WriteShards
 from maxlm.data.tokenizer.fim import FimConfig
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE, save_boundaries
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer, make_tokenizer
 from maxlm.errors import InputError, os_message
-from maxlm.formatting import format_si
-from maxlm.log import BYTES, progress_bar
 from maxlm.storage.atomic import atomic_write
-
-
-def rates(documents: int, tokens: int, seconds: float) -> str:
-    """Returns documents and tokens per second as text for the progress bar."""
-    parts = {'documents/s': documents, 'tokens/s': tokens}
-    return ', '.join(f'{format_si(count / seconds)} {unit}' for unit, count in parts.items() if count)
-
-
-class StageBar:
-    """Progress bar of a stage: bytes, remaining time, documents/s and tokens/s. See `progress_bar`."""
-
-    def __init__(self, name: str, *, total: int, initial: int = 0, unit: str = BYTES, show: bool = True):
-        """Creates the bar.
-
-        Args:
-            name: label of the bar.
-            total: total amount of work.
-            initial: amount that an earlier run processed.
-            unit: unit of the amounts.
-            show: if False, the bar is hidden.
-        """
-        self._documents = self._tokens = 0
-        self._start = time.monotonic()
-        self._bar = progress_bar(name, total=total, initial=initial, unit=unit, show=show)
-
-    def __enter__(self) -> StageBar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def __call__(self, num_bytes: int, documents: int = 0, tokens: int = 0) -> None:
-        """Adds newly completed work. See `OnProgress`."""
-        self._documents += documents
-        self._tokens += tokens
-        if not self._bar.disable:
-            elapsed = max(time.monotonic() - self._start, 1e-9)
-            self._bar.set_postfix_str(rates(self._documents, self._tokens, elapsed), refresh=False)
-        self._bar.update(num_bytes)
-
-    def step(self, done: int, total: int) -> None:
-        """Sets the bar to step `done` of `total`, for stages that do not count bytes."""
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
-
 
 if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
 
-# Directory of temporary files, and file with the report of the filters.
-WORK_DIRECTORY = '.prepare'
+# File with the report of the filters.
 CLEANING_FILE = 'cleaning.json'
 # Key of `made_from`: number of partitions that failed and were skipped.
 PARTITIONS_SKIPPED = 'groups_left_out'
@@ -134,6 +85,9 @@ class ExecutionOptions:
         skip_failed: whether partitions are skipped if all attempts fail.
         show_progress: whether progress bars are shown.
         announcer: announces completed shards to training; None if `PrepareConfig.stream` is False.
+        store: store of the files; None = the directory of the data set.
+        stage: the only stage to run, of `STAGES`; '' = all.
+        share: share of the tasks of `stage`.
     """
 
     engine: Executor
@@ -141,15 +95,22 @@ class ExecutionOptions:
     skip_failed: bool
     show_progress: bool
     announcer: Announcer | None = None
+    store: PartStore | None = None
+    stage: str = ''
+    share: Share = ALL
 
 
 def prepare(
     recipe: PrepareConfig, partitions: Sequence[Partition], output: Path, means: ExecutionOptions
-) -> DatasetManifest:
-    """Prepares a data set in `output`. `dataset.json` is written last.
+) -> DatasetManifest | None:
+    """Prepares a data set in `output`, or runs one of its stages. `dataset.json` is written last.
+
+    Returns:
+        The data set; None if `means.stage` does not complete it.
 
     Raises:
-        InputError: a stage failed. Completed tasks are kept, and the next call resumes.
+        InputError: a stage failed, or its previous stage is not complete. Completed tasks are kept, and the next call
+            resumes.
     """
     stages = _Stages(recipe, output.resolve(), means)
     try:
@@ -157,8 +118,14 @@ def prepare(
     except OSError as error:
         raise InputError(f'{stages.work}: {os_message(error)}; use a writable directory') from error
     partitions, decisions, filtered = stages.clean(partitions)
+    if means.stage == 'scan':
+        return None
     tokenizer, validation = stages.begin(partitions, decisions)
+    if means.stage == 'plan':
+        return None
     tasks, properties = stages.write(partitions, decisions, tokenizer, validation)
+    if means.stage == 'shards':
+        return None
     skipped = stages.skipped
     properties['made_from'] |= {PARTITIONS_SKIPPED: len(skipped)} if skipped else {}
     dataset, duplicates = assemble(tasks, tokenizer, output=output, left_out=skipped, **properties)
@@ -167,32 +134,10 @@ def prepare(
         for task in tasks:
             report = report.merge(filtered[task.partition.number])
         atomic_write(output / CLEANING_FILE, without_duplicates(report, duplicates).to_json())
+    shards = [shard for split in dataset.splits.values() for shard in split.shards]
+    stages.store.check_sizes({shard.name: shard.bytes for shard in shards})
     save_manifest(dataset)
     return dataset
-
-
-def remove_leftovers(dataset: DatasetManifest, *, cleaned: bool) -> None:
-    """Removes temporary files and files of earlier runs that do not belong to the completed data set."""
-    shutil.rmtree(dataset.path / WORK_DIRECTORY, ignore_errors=True)
-    remove_announcements(dataset.path)
-    remove_partial_files(dataset.path)
-    for path in find_leftover_files(
-        dataset.path, [shard for split in dataset.splits.values() for shard in split.shards]
-    ):
-        path.unlink()
-    if not dataset.chat_template_sha256:
-        (dataset.path / CHAT_TEMPLATE_FILE).unlink(missing_ok=True)
-    if not dataset.text_boundaries_sha256:
-        (dataset.path / TEXT_BOUNDARIES_FILE).unlink(missing_ok=True)
-    if not cleaned:
-        (dataset.path / CLEANING_FILE).unlink(missing_ok=True)
-
-
-def remove_partial_files(output: Path) -> None:
-    """Removes partial files of killed processes. Requires that no task is running."""
-    for directory in (output, output / WORK_DIRECTORY):
-        for path in directory.glob('.*.partial'):
-            path.unlink(missing_ok=True)
 
 
 class _Stages:
@@ -200,6 +145,7 @@ class _Stages:
 
     def __init__(self, recipe: PrepareConfig, output: Path, means: ExecutionOptions):
         self.work = output / WORK_DIRECTORY
+        self.store: PartStore = means.store or SharedDirectory(output)
         self.skipped: list[dict[str, str]] = []
         self._recipe = recipe
         self._output = output
@@ -208,7 +154,7 @@ class _Stages:
     def clean(
         self, partitions: Sequence[Partition]
     ) -> tuple[list[Partition], list[DecisionFile | None], dict[int, CleaningReport]]:
-        """Runs the scan and the deduplication.
+        """Runs the scan and the deduplication. Does not read their results for stages that do not need them.
 
         Returns:
             The partitions that were read, the file with the decisions of each, and the reports by partition number.
@@ -217,29 +163,48 @@ class _Stages:
         if not cleaning:
             return list(partitions), [None] * len(partitions), {}
         tasks = [ScanTask(self.work, partition, self._recipe.reading, cleaning) for partition in partitions]
+        if self._means.stage == 'shards':
+            return list(partitions), [*decision_files(tasks)], {}
         scans = self._run('scan', tasks)
+        if self._means.stage == 'scan':
+            return [], [], {}
         if not scans:
             raise InputError(
                 'every partition failed, so there is no data set to write; fix the failures reported above'
             )
-        decisions: list[DecisionFile | None] = []
-        shown = self._means.show_progress and cleaning.duplicates != 'none'
-        with StageBar('duplicates', total=0, unit='step', show=shown) as bar:
-            decisions += deduplicate(scans, bar.step)
+        decisions = decision_files(scans)
+        if self._means.stage != 'merge':
+            self._deduplicate(scans, decisions)
         filtered = {scan.partition.number: scan.load()[1] for scan in scans}
         _refuse_empty([filtered[scan.partition.number] for scan in scans if not scan.partition.is_validation])
-        return [scan.partition for scan in scans], decisions, filtered
+        return [scan.partition for scan in scans], [*decisions], filtered
+
+    def _deduplicate(self, scans: Sequence[ScanTask], decisions: Sequence[DecisionFile]) -> None:
+        """Writes the filter decisions of all partitions."""
+        names = [file.name for file in decisions]
+        self.store.fetch(names)
+        if self._recipe.cleaning.duplicates != 'none' and not all(file.exists() for file in decisions):
+            self.store.fetch(name for scan in scans for name in scan.files() or ())
+        shown = self._means.show_progress and self._recipe.cleaning.duplicates != 'none'
+        with StageBar('duplicates', total=0, unit='step', show=shown) as bar:
+            deduplicate(scans, bar.step)
+        self.store.publish(names)
 
     def begin(
         self, partitions: Sequence[Partition], decisions: Sequence[DecisionFile | None]
     ) -> tuple[Tokenizer, ValidationChoice]:
         """Creates and writes the tokenizer, and chooses the validation documents of --input."""
         path, stamp = self._output / TOKENIZER_FILE, self.work / 'begin.json'
+        tokenizer_files = [TOKENIZER_FILE, TEXT_BOUNDARIES_FILE]
+        stamp_name = f'{WORK_DIRECTORY}/{stamp.name}'
+        self.store.fetch([stamp_name, *tokenizer_files])
         # Failed partitions may be missing, so the identity includes the partitions.
         identity = identity_of(self._recipe.made_from, [partition.identity for partition in partitions])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
-            return Tokenizer.load(path), _validation_of(known)
+            return self._with_template(Tokenizer.load(path)), _validation_of(known)
+        if self._means.stage in ('shards', 'merge'):
+            raise InputError(f'--stage={self._means.stage}: these inputs and options are not planned; run --stage plan')
         training = [place for place, partition in enumerate(partitions) if not partition.is_validation]
         preview = Preview(
             [partitions[place] for place in training],
@@ -260,8 +225,10 @@ class _Stages:
         # Without them, the tokenizer would be read with other boundaries.
         save_boundaries(self._output, tokenizer.boundaries)
         atomic_write(path, tokenizer.to_json())
+        self.store.publish(tokenizer_files)
         save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
-        return tokenizer, validation
+        self.store.publish([stamp_name])
+        return self._with_template(tokenizer), validation
 
     def _choose_validation(self, preview: Preview) -> ValidationChoice:
         fraction = self._recipe.validation_fraction
@@ -282,7 +249,7 @@ class _Stages:
         validation: ValidationChoice,
     ) -> tuple[list[WriteShards], dict[str, Any]]:
         """Writes the shards. Returns the completed tasks, and arguments of `ManifestBuilder`."""
-        chat = None if self._recipe.chat is None else self._write_template(self._recipe.chat, tokenizer)
+        chat = None if self._recipe.chat is None else self._chat_shards(self._recipe.chat, tokenizer)
         tasks = [
             WriteShards(
                 output=self._output,
@@ -313,18 +280,31 @@ class _Stages:
         publisher.update()
         return self._run('shards', tasks, on_done=publisher.update), properties
 
-    def _write_template(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
-        source = chat.template_for(tokenizer)
-        atomic_write(self._output / CHAT_TEMPLATE_FILE, source)
-        preferences = self._recipe.reading.options.format == 'preference'
-        return ChatShards(hashlib.sha256(source.encode()).hexdigest(), chat.window, preferences)
+    def _with_template(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Writes the chat template that belongs to the tokenizer, and returns the tokenizer."""
+        if self._recipe.chat is not None:
+            atomic_write(self._output / CHAT_TEMPLATE_FILE, self._recipe.chat.template_for(tokenizer))
+            self.store.publish([CHAT_TEMPLATE_FILE])
+        return tokenizer
+
+    def _chat_shards(self, chat: ChatRecipe, tokenizer: Tokenizer) -> ChatShards:
+        checksum = hashlib.sha256(chat.template_for(tokenizer).encode()).hexdigest()
+        return ChatShards(checksum, chat.window, self._recipe.reading.options.format == 'preference')
 
     def _run(self, stage: str, tasks: Sequence[T], on_done: Callable[[], None] = lambda: None) -> list[T]:
-        """Runs the tasks that are not done, and returns all completed tasks. Calls `on_done` after each of them."""
+        """Runs the tasks that are not done, and returns all completed tasks. Calls `on_done` after each of them.
+
+        If another stage was requested, raises InputError unless all tasks are done.
+        """
+        if self._means.stage == stage:
+            tasks = self._means.share.of(tasks)
         # Training needs the validation data first.
-        unfinished = sorted(
-            (task for task in tasks if not task.is_done()), key=lambda task: not task.partition.is_validation
-        )
+        unfinished = sorted(self.store.unfinished(tasks), key=lambda task: not task.partition.is_validation)
+        if unfinished and self._means.stage not in ('', stage):
+            raise InputError(
+                f'--stage={self._means.stage}: {len(unfinished):,} of {len(tasks):,} partitions lack the result of '
+                f'stage {stage}, for example {unfinished[0].name}; run --stage {stage} with the same options'
+            )
         total, left = (sum(task.size for task in part) for part in (tasks, unfinished))
         with StageBar(stage, total=total, initial=total - left, show=self._means.show_progress) as bar:
 
@@ -335,45 +315,30 @@ class _Stages:
 
             failed = run_tasks(
                 self._means.engine,
-                unfinished,
+                [self.store.portable(task) for task in unfinished],
                 retries=self._means.retries,
                 on_progress=report,
                 on_done=lambda _: on_done(),
             )
-        # On a shared file system, files from other machines can stay invisible until the directory is listed again.
-        for directory in (self._output, self.work):
-            os.listdir(directory)
         if failed and not self._means.skip_failed:
             place, reason = next(iter(failed.items()))
             name = unfinished[place].name
             message = reason if name in reason else f'{name}: {reason}'
             others = f', and {len(failed) - 1} more partitions' if len(failed) > 1 else ''
+            skip = '' if self._means.stage else ', or add --skip-failed to skip failed partitions'
             raise InputError(
                 f'{message} (tried {self._means.retries + 1} times{others}); finished partitions are kept: run the '
-                'same command again, or add --skip-failed to skip failed partitions'
+                f'same command again{skip}'
             )
         for place, reason in failed.items():
             partition = unfinished[place].partition
             first = partition.file_ranges[0].file.name
             self.skipped.append({'name': f'partition {partition.number}, from {first}', 'reason': reason})
         lost = {id(unfinished[place]) for place in failed}
-        return [task for task in tasks if id(task) not in lost]
-
-
-class Publisher:
-    """Announces the shards of completed partitions: first all validation partitions, then the others in order."""
-
-    def __init__(self, announcer: Announcer, builder: ManifestBuilder, tasks: Sequence[WriteShards]):
-        self._announcer, self._builder = announcer, builder
-        self._waiting = deque(sorted(tasks, key=lambda task: not task.partition.is_validation))
-
-    def update(self) -> None:
-        """Announces the shards up to the first partition that is not complete."""
-        before = len(self._waiting)
-        while self._waiting and self._waiting[0].is_done():
-            self._builder.add(self._waiting.popleft())
-        if len(self._waiting) < before and self._builder.has_shards:
-            self._announcer.publish(self._builder.build())
+        completed = [task for task in tasks if id(task) not in lost]
+        if unfinished:
+            self.store.collect(completed)
+        return completed
 
 
 def _refuse_empty(reports: Sequence[CleaningReport]) -> None:

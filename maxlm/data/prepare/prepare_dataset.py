@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.preparation import PARTIAL_MANIFEST, Announcer
 from maxlm.data.dataset.records import DatasetManifest, load_manifest
@@ -19,26 +21,36 @@ from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.record_formats import find_format
 from maxlm.data.formats.token_files import check_token_file
-from maxlm.data.prepare.existing_output import OtherDataError, check_same_data, locked, published
-from maxlm.data.prepare.options import PrepareOptions, chat_fields, made_from
-from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
-from maxlm.data.prepare.pipeline import (
-    LEARNED,
-    ExecutionOptions,
-    PrepareConfig,
-    prepare,
+from maxlm.data.parts.job import JOB_NAME, PreparationJob, check_job, make_job
+from maxlm.data.parts.part_store import PartStore, SharedDirectory
+from maxlm.data.parts.scratch import scratch_directory
+from maxlm.data.parts.share import ALL, PARALLEL, STAGES, parse_share
+from maxlm.data.prepare.existing_output import (
+    OtherDataError,
+    check_same_data,
+    locked,
+    published,
     remove_leftovers,
     remove_partial_files,
 )
+from maxlm.data.prepare.options import PrepareOptions, chat_fields, made_from
+from maxlm.data.prepare.partitions import Partition, ReadSettings, make_partitions
+from maxlm.data.prepare.pipeline import CLEANING_FILE, LEARNED, ExecutionOptions, PrepareConfig, prepare
 from maxlm.data.prepare.scan import Cleaning
 from maxlm.data.prepare.summary import summary
+from maxlm.data.prepare.write_shards import is_shard_name
 from maxlm.data.tokenizer.fim import FimConfig
-from maxlm.data.tokenizer.tokenizer import make_tokenizer
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
+from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, make_tokenizer
 from maxlm.errors import InputError, flag
 from maxlm.storage.filesystem import Entry, display_path
 
 if TYPE_CHECKING:
     from maxlm.data.chat.setup import ChatRecipe
+    from maxlm.data.parts.bucket_parts import BucketParts
+
+# Lines that describe a data set, and its manifest; None after a stage that does not complete it.
+Prepared: TypeAlias = tuple[list[str], DatasetManifest | None]
 
 
 class PreparedOutput(NamedTuple):
@@ -48,27 +60,28 @@ class PreparedOutput(NamedTuple):
         summary: lines that describe the data set.
         not_text: files of the inputs that were skipped because they contain no text.
         format: format of the records: text, chat or preference.
-        dataset: manifest of the data set.
+        dataset: manifest of the data set; None after a stage that does not complete it.
     """
 
     summary: list[str]
     not_text: list[Entry]
     format: str
-    dataset: DatasetManifest
+    dataset: DatasetManifest | None
 
 
 def prepare_dataset(options: PrepareOptions) -> PreparedOutput:
-    """Writes the data set that the options describe, or continues an interrupted preparation of it.
+    """Writes the data set that the options describe, or continues its preparation. Runs one stage with `options.stage`.
 
     Raises:
         InputError: the inputs are missing or unusable, or the output contains another data set.
     """
     training, validation, not_text = _find(options)
     recipe, partitions = _recipe(options, training, validation), make_partitions(training, validation)
+    job = make_job(recipe.made_from, [*training, *validation])
     if isinstance(options.output, Path):
-        lines, dataset = _prepare(options, options.output, recipe, partitions)
+        lines, dataset = _prepare(options, options.output, recipe, partitions, job if options.stage else None)
     else:
-        lines, dataset = _publish(options, options.output, recipe, partitions)
+        lines, dataset = _publish(options, options.output, recipe, partitions, job)
     return PreparedOutput(lines, not_text, recipe.reading.options.format, dataset)
 
 
@@ -122,26 +135,45 @@ def _find_prepared(options: PrepareOptions, output: Path, recipe: PrepareConfig)
 
 
 def _prepare(
-    options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
-) -> tuple[list[str], DatasetManifest]:
-    """Prepares the data set in the directory `output` and returns its summary and manifest."""
-    with locked(output):
+    options: PrepareOptions,
+    output: Path,
+    recipe: PrepareConfig,
+    partitions: Sequence[Partition],
+    job: PreparationJob | None = None,
+) -> Prepared:
+    """Prepares the data set in the directory `output`. Compares `job`, if any, with that of the directory."""
+    with locked(output, is_share=options.stage in PARALLEL):
         dataset = _find_prepared(options, output, recipe)
         message = f'{output} is already prepared from these inputs' if dataset else f'wrote {output}'
+        if dataset is None and job is not None:
+            check_job(SharedDirectory(output), job, str(output))
         dataset = dataset or _make(options, output, recipe, partitions)
+        if dataset is None:
+            return _stage_lines(options, str(output)), None
         remove_leftovers(dataset, cleaned=bool(recipe.cleaning))
     return summary(dataset, message, cleaned=bool(recipe.cleaning)), dataset
 
 
 def _publish(
-    options: PrepareOptions, url: str, recipe: PrepareConfig, partitions: Sequence[Partition]
-) -> tuple[list[str], DatasetManifest]:
-    """Prepares the data set in the cache, uploads it to `url` and returns its summary and manifest."""
-    from maxlm.workdir.upload_directory import Upload  # needs fsspec
+    options: PrepareOptions, url: str, recipe: PrepareConfig, partitions: Sequence[Partition], job: PreparationJob
+) -> Prepared:
+    """Prepares the data set in the bucket, or in the cache and uploads it to `url`."""
+    from maxlm.data.parts.bucket_parts import BucketParts  # needs fsspec
+    from maxlm.workdir.upload_directory import Upload
 
     upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
     if upload.is_complete():
         return published(url, recipe.made_from, skip_failed=options.skip_failed)
+    with scratch_directory(Path(options.cache).expanduser() / 'preparations') as directory:
+        parts = BucketParts(url, directory)
+        if options.stage or options.executor == 'ray' or parts.contains(JOB_NAME):
+            try:
+                return _prepare_in_bucket(options, parts, recipe, partitions, job)
+            except InputError:
+                # Another command may have completed the data set and deleted its temporary files.
+                if not upload.is_complete():
+                    raise
+                return published(url, recipe.made_from, skip_failed=options.skip_failed)
     upload.begin()
     try:
         lines, dataset = _prepare(options, upload.folder, recipe, partitions)
@@ -151,6 +183,37 @@ def _publish(
         lines, dataset = _prepare(options, upload.folder, recipe, partitions)
     upload.finish(show=not options.quiet)
     return [line.replace(str(upload.folder), display_path(url)) for line in lines], dataset
+
+
+def _prepare_in_bucket(
+    options: PrepareOptions,
+    parts: BucketParts,
+    recipe: PrepareConfig,
+    partitions: Sequence[Partition],
+    job: PreparationJob,
+) -> Prepared:
+    """Prepares the data set in a bucket, which is the only storage that the machines share."""
+    name = display_path(parts.url)
+    check_job(parts, job, name)
+    dataset = _make(options, parts.directory, recipe, partitions, parts)
+    if dataset is None:
+        return _stage_lines(options, name), None
+    # Another command may have replaced the job of this one in the meantime.
+    check_job(parts, job, name)
+    parts.publish([TOKENIZER_FILE, TEXT_BOUNDARIES_FILE, CHAT_TEMPLATE_FILE, CLEANING_FILE])
+    parts.publish([MANIFEST_NAME])
+    parts.remove_others({shard.name for split in dataset.splits.values() for shard in split.shards}, is_shard_name)
+    lines = summary(dataset, f'wrote {parts.directory}', cleaned=bool(recipe.cleaning))
+    return [line.replace(str(parts.directory), name) for line in lines], dataset
+
+
+def _stage_lines(options: PrepareOptions, name: str) -> list[str]:
+    """Returns a line about a completed stage that does not complete the data set."""
+    share = parse_share(options.task, os.environ)
+    part = f', task {share}' if share.count > 1 else ''
+    after = f' after all {share.count} tasks' if share.count > 1 else ''
+    next_stage = STAGES[STAGES.index(options.stage) + 1]
+    return [f'{name}: completed stage {options.stage}{part}; run stage {next_stage}{after}']
 
 
 def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: Sequence[InputFile]) -> PrepareConfig:
@@ -243,16 +306,32 @@ def _check_tokens(options: PrepareOptions, files: Sequence[InputFile]) -> None:
 
 
 def _make(
-    options: PrepareOptions, output: Path, recipe: PrepareConfig, partitions: Sequence[Partition]
-) -> DatasetManifest:
-    remove_partial_files(output)
-    workers = min(options.workers or num_cores(), len(partitions))
+    options: PrepareOptions,
+    output: Path,
+    recipe: PrepareConfig,
+    partitions: Sequence[Partition],
+    store: PartStore | None = None,
+) -> DatasetManifest | None:
+    share = parse_share(options.task, os.environ) if options.stage in PARALLEL else ALL
+    workers = min(options.workers or num_cores(), max(len(share.of(partitions)), 1))
+    # Other shares may be writing their files.
+    remove_partial = (lambda _: None) if options.stage in PARALLEL else remove_partial_files
+    remove_partial(output)
     try:
         with (
             Announcer(output) if options.stream else contextlib.nullcontext() as announcer,
             make_executor(options.executor, workers, options.ray_address) as engine,
         ):
-            means = ExecutionOptions(engine, options.retries, options.skip_failed, not options.quiet, announcer)
+            means = ExecutionOptions(
+                engine,
+                options.retries,
+                options.skip_failed,
+                not options.quiet,
+                announcer,
+                store,
+                options.stage,
+                share,
+            )
             return prepare(recipe, partitions, output, means)
     finally:
-        remove_partial_files(output)
+        remove_partial(output)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from maxlm.data.filters.dedup import Duplicates, find_duplicates, kept_names
 from maxlm.data.filters.filters_by_name import describe_filters, make_cleaner
 from maxlm.data.filters.minhash import is_current, minhash_signature
 from maxlm.data.filters.report import MAX_EXAMPLES, CleaningReport
+from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare.filter_results import DocumentHash, FilterDecision, FilterDecisions
 from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
@@ -79,11 +81,41 @@ class ScanTask(PartitionTask):
     def _path(self) -> Path:
         return self.work / f'survey-{self.partition.number:05d}.json'
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """See `PartTask`."""
+        return ()
+
+    @property
+    def result_name(self) -> str:
+        """See `PartTask`."""
+        return f'{WORK_DIRECTORY}/{self._path.name}'
+
+    def in_directory(self, directory: Path) -> ScanTask:
+        """See `PartTask`."""
+        return dataclasses.replace(self, work=directory / WORK_DIRECTORY)
+
+    def files(self) -> dict[str, int] | None:
+        """See `PartTask`."""
+        result = load_result(self._path, self.identity)
+        return None if result is None else result.get('files')
+
     def is_done(self) -> bool:
-        """See `Task`."""
-        if load_result(self._path, self.identity) is None:
+        """See `PartTask`."""
+        if self.files() is None:
             return False
         return self.cleaning.duplicates == 'none' or is_current(self.signatures_path, self.identity)
+
+    def check_machine(self) -> None:
+        """See `PartTask`. Also compares the files of filters."""
+        super().check_machine()
+        found = describe_filters(self.cleaning.filters)
+        for name, ours, expected in zip(self.cleaning.filters, found, self.cleaning.identities, strict=True):
+            if ours != expected:
+                raise InputError(
+                    f'--filter={name}: its files on {socket.gethostname()} differ from those on the machine that '
+                    'started maxlm prepare; copy the same files to all machines'
+                )
 
     def run(self, report: OnProgress) -> None:
         """Runs the filters and computes signatures of the kept documents. See `Task`.
@@ -114,7 +146,11 @@ class ScanTask(PartitionTask):
         else:
             near = self.cleaning.duplicates == 'near'
             minhash_signature(kept_documents(), near=near, identity=self.identity).save(self.signatures_path)
+        files = {}
+        if self.cleaning.duplicates != 'none':
+            files[f'{WORK_DIRECTORY}/{self.signatures_path.name}'] = self.signatures_path.stat().st_size
         result = {
+            'files': files,
             'codes': pack(np.frombuffer(bytes(codes), np.uint8)),
             'checksum': checksum.value(),
             'report': cleaning.to_json(),
@@ -138,6 +174,15 @@ class DecisionFile:
     path: Path
     identity: str
 
+    @property
+    def name(self) -> str:
+        """Name of the file relative to the directory of the data set."""
+        return f'{WORK_DIRECTORY}/{self.path.name}'
+
+    def exists(self) -> bool:
+        """Returns True if the file contains the decisions."""
+        return FilterDecisions.load(self.path, self.identity) is not None
+
     def load(self) -> FilterDecisions:
         """Returns the decisions. Raises InputError if the file is missing or has changed."""
         decisions = FilterDecisions.load(self.path, self.identity)
@@ -159,18 +204,10 @@ def deduplicate(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) 
     Raises:
         InputError: a result is missing or cannot be written.
     """
-    # The sort is stable, so both kinds keep their order.
-    order = sorted(range(len(scans)), key=lambda place: not scans[place].partition.is_validation)
-    cleaning = scans[0].cleaning
-    corpus = identity_of([scans[place].identity for place in order], dataclasses.asdict(cleaning))
-    files = [
-        DecisionFile(
-            scan.work / f'decisions-{scan.partition.number:05d}.json', identity_of(corpus, scan.partition.identity)
-        )
-        for scan in scans
-    ]
-    if all(FilterDecisions.load(file.path, file.identity) for file in files):
+    files = decision_files(scans)
+    if all(file.exists() for file in files):
         return files
+    order, cleaning = _order(scans), scans[0].cleaning
     ordered = [scans[place] for place in order]
     duplicates: list[Duplicates | None] = [None] * len(scans)
     if cleaning.duplicates != 'none':
@@ -182,6 +219,22 @@ def deduplicate(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) 
             decisions = _with_duplicates(decisions, found, names)
         decisions.save(files[place].path, files[place].identity)
     return files
+
+
+def decision_files(scans: Sequence[ScanTask]) -> list[DecisionFile]:
+    """Returns the file with the filter decisions of each partition. The files need not exist."""
+    corpus = identity_of([scans[place].identity for place in _order(scans)], dataclasses.asdict(scans[0].cleaning))
+    return [
+        DecisionFile(
+            scan.work / f'decisions-{scan.partition.number:05d}.json', identity_of(corpus, scan.partition.identity)
+        )
+        for scan in scans
+    ]
+
+
+def _order(scans: Sequence[ScanTask]) -> list[int]:
+    # The sort is stable, so both kinds keep their order.
+    return sorted(range(len(scans)), key=lambda place: not scans[place].partition.is_validation)
 
 
 def _find(scans: Sequence[ScanTask], on_step: Callable[[int, int], None]) -> list[Duplicates]:

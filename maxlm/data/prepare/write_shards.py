@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 
 from maxlm.data.chat.packing import ChatCounts, PairCounts
 from maxlm.data.chat.rendered import ChatError, TemplateLimitError
+from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.chat.token_flags import TokenDocument
 from maxlm.data.dataset.records import FORMAT_VERSION, Shard
 from maxlm.data.documents.document import Document, encode_each, raise_bad
 from maxlm.data.executors.executor import OnProgress
 from maxlm.data.filters.report import CleaningReport
+from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare.choose_validation import ValidationChoice
 from maxlm.data.prepare.filter_results import DocumentFilter
 from maxlm.data.prepare.partitions import Partition, PartitionTask, ReadSettings, read_batches
@@ -25,6 +28,7 @@ from maxlm.data.prepare.scan import DecisionFile
 from maxlm.data.prepare.shard_output import MarkedOutput, SplitCounts, SplitOutput
 from maxlm.data.prepare.task_results import identity_of, load_result, pack, save_result, unpack
 from maxlm.data.tokenizer.fim import FimConfig, encode_documents
+from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
 from maxlm.data.tokenizer.tokenizer import TOKENIZER_FILE, Tokenizer
 from maxlm.errors import InputError
 
@@ -127,9 +131,39 @@ class WriteShards(PartitionTask):
         """Returns the path of the shard of a split."""
         return self.output / f'{split}-{self.partition.number:05d}.arrayrecord'
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """See `PartTask`."""
+        decisions = () if self.decisions is None else (self.decisions.name,)
+        return (TOKENIZER_FILE, TEXT_BOUNDARIES_FILE, CHAT_TEMPLATE_FILE, *decisions)
+
+    @property
+    def result_name(self) -> str:
+        """See `PartTask`."""
+        return f'{WORK_DIRECTORY}/{self.result_path.name}'
+
+    def in_directory(self, directory: Path) -> WriteShards:
+        """See `PartTask`."""
+        work, decisions = directory / WORK_DIRECTORY, self.decisions
+        if decisions is not None:
+            decisions = dataclasses.replace(decisions, path=work / decisions.path.name)
+        return dataclasses.replace(self, output=directory, work=work, decisions=decisions)
+
+    def files(self) -> dict[str, int] | None:
+        """See `PartTask`."""
+        result = self.load()
+        if result is None:
+            return None
+        shards = [split.shard for split in result.splits.values() if split.shard is not None]
+        return {shard.name: shard.bytes for shard in shards}
+
     def is_done(self) -> bool:
-        """See `Task`."""
-        return self.load() is not None
+        """See `PartTask`."""
+        files = self.files()
+        try:
+            return files is not None and all((self.output / name).stat().st_size == files[name] for name in files)
+        except OSError:
+            return False
 
     def run(self, report: OnProgress) -> None:
         """Writes the shards of the partition and then its result. See `Task`.
@@ -139,6 +173,8 @@ class WriteShards(PartitionTask):
             TransientError: the storage fails.
         """
         tokenizer = _load_tokenizer(self.output / TOKENIZER_FILE, self.tokenizer_sha256)
+        if tokenizer.boundary_ids != [*map(list, self.boundary_ids)]:
+            raise InputError(f'{self.output}: text boundaries changed while maxlm prepare was running; run it again')
         document_filter = DocumentFilter(self.name, self.decisions.load() if self.decisions else None, self.filters)
         # If this process is killed, an old result must not describe the shards that are written now.
         self.result_path.unlink(missing_ok=True)
@@ -166,17 +202,14 @@ class WriteShards(PartitionTask):
         save_result(self.result_path, self.identity, result)
 
     def load(self) -> PartitionResult | None:
-        """Returns the result of `run`, or None if it or a shard is missing or belongs to a different task."""
+        """Returns the result of `run`, or None if it is missing or belongs to a different task."""
         result = load_result(self.result_path, self.identity)
         if result is None:
             return None
         try:
             splits = {name: _from_fields(split) for name, split in result['splits'].items()}
-            for split in splits.values():
-                if split.shard is not None and (self.output / split.shard.name).stat().st_size != split.shard.bytes:
-                    return None
             return PartitionResult(splits, result['left_out'], CleaningReport.from_json(result['duplicates']))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def _output(self, split: str, tokenizer: Tokenizer, stack: contextlib.ExitStack) -> SplitOutput:
@@ -262,5 +295,9 @@ def _from_fields(fields: dict[str, Any]) -> SplitCounts:
 def find_leftover_files(output: Path, kept: Sequence[Shard]) -> list[Path]:
     """Returns the paths of shards in `output` that are not in `kept`. Earlier runs wrote them."""
     names = {shard.name for shard in kept}
-    found = [path for split in SPLITS for path in sorted(output.glob(f'{split}-*.arrayrecord'))]
-    return [path for path in found if path.name not in names]
+    return [path for path in sorted(output.iterdir()) if is_shard_name(path.name) and path.name not in names]
+
+
+def is_shard_name(name: str) -> bool:
+    """Returns True if a file name is that of a shard."""
+    return any(fnmatch.fnmatchcase(name, f'{split}-*.arrayrecord') for split in SPLITS)

@@ -1,7 +1,7 @@
 import contextlib
 import io
 
-from maxlm.data.prepare.pipeline import StageBar, rates
+from maxlm.data.executors.stage_bar import StageBar, rates
 
 
 class Terminal(io.StringIO):
