@@ -24,6 +24,7 @@ from maxlm.huggingface.gguf_tensors import GgufTensor, gguf_tensors
 from maxlm.huggingface.gguf_tokenizer import vocabulary
 from maxlm.huggingface.state_dict import parameter_shapes, tensors
 from maxlm.huggingface.tokenizer_files import TextFiles, files_for_export
+from maxlm.installation import pip_install
 from maxlm.log import progress_bar
 from maxlm.storage.atomic import check_space, new_file
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
@@ -108,7 +109,7 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise InputError("GGUF export requires the package gguf; run pip install 'maxlm[gguf]'") from error
+        raise InputError(f'GGUF export requires the package gguf; run {pip_install("gguf")}') from error
     return gguf
 
 
