@@ -10,7 +10,9 @@ from typing import NamedTuple
 from maxlm.formatting import format_percent, format_si, plural
 from maxlm.reporting.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
-from maxlm.telemetry.alerts import UTILIZATION
+
+# Metric of the accelerators' mean utilization.
+UTILIZATION = 'device/utilization_percent'
 
 
 class AttemptThroughput(NamedTuple):

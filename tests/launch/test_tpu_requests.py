@@ -81,7 +81,7 @@ def test_several_slices(programs, tree):
         (['create', '--name=n', '--zone=z', '--type=v9-8'], '--type=v9-8'),
         (
             ['create', '--name=n', '--zone=z', '--type=v7x-8'],
-            'the Cloud TPU API has no TPU7x; use launch/tpu_compute.sh',
+            'has no TPU7x; use launch/tpu_compute.sh',
         ),
         (['create', '--name=n', '--zone=z', '--type=v4-8', '--spot', '--reserved'], 'choose one of'),
         (['create', '--name=n', '--zone=z', '--type=v4-8', '--flex-start'], '--max-run-duration is missing'),
