@@ -8,7 +8,7 @@ Variants:  tiny · small · medium · medium-large · large · xlarge, each with
            smoke and smoke-rl: two narrow layers and 10 steps, to try the recipe on a CPU
            To train on one data set instead: --config.data.sources='()' --config.data.path=data/mine
 Data:      45 % FineWeb-Edu, 25 % Cosmopedia, 20 % FinePDFs, 10 % questions of the USMLE with their answers (MedQA). The
-           order of the published weights is assumed, and so are the configurations of the data sets
+           order of the published weights is assumed, and so is the choice of the configurations, which exist
 Hardware:  8 × A100; tiny and small on one GPU, or on a CPU for a trial
 Time:      11 billion tokens, 83 924 steps; 39 hours for xlarge at its published 79 200 tokens/s. -rl: 200 steps of 1024
            responses, 16 to each question
@@ -38,6 +38,12 @@ SHAPES = {
 }
 TOKENS_PER_STEP = 2**17
 # Percentage → the source on the hub, with the part that is prepared. The questions are written by the first phase.
+# Names, configurations, files and fields as of November 2026:
+# https://huggingface.co/datasets/HuggingFaceFW/fineweb-edu: sample/10BT/000_00000.parquet …, field `text`
+# https://huggingface.co/datasets/HuggingFaceTB/cosmopedia: data/web_samples_v2, 118 files, field `text`
+# https://huggingface.co/datasets/HuggingFaceFW/finepdfs: data/eng_Latn/train/000_00000.parquet …, field `text`
+# https://huggingface.co/datasets/GBaker/MedQA-USMLE-4-options: 10,178 questions for training and 1,273 for the test,
+# fields `question`, `options` and `answer_idx`
 QUESTIONS = 'hf:GBaker/MedQA-USMLE-4-options'
 SOURCES = {
     45: 'hf:HuggingFaceFW/fineweb-edu:sample-10BT',

@@ -1,12 +1,6 @@
 # Creates, queries and deletes the machines of launch/tpu_vm.sh, which sources this file after commands.sh.
 # shellcheck disable=SC2154 # the options are read there
 
-# fault: prints the line of gcloud's output that names the cause of the failure.
-fault() {
-  grep -iE 'error|quota|capacity|exhausted' "$scratch/fault" | tail -n 1 | sed 's/^ERROR: *//' ||
-    tail -n 1 "$scratch/fault"
-}
-
 # slices: prints the names that Cloud TPU gives to the slices.
 slices() {
   if [ "$node_count" -eq 1 ]; then
@@ -88,24 +82,6 @@ create_once() {
   classify_fault
 }
 
-# classify_fault: returns the exit code for a failed creation whose output was kept for `fault`.
-classify_fault() {
-  local other
-  # Quota is tested first, because its message also contains RESOURCE_EXHAUSTED.
-  if grep -qi 'quota' "$scratch/fault"; then
-    other=--spot
-    [ "$capacity" != --spot ] || other='no --spot'
-    refuse "no quota for $type in $zone: $(fault); request more, or choose another --type, --zone or $other"
-  elif grep -qiE 'no more capacity|(not|not have) enough|insufficient|stock|exhausted' "$scratch/fault"; then
-    log "no free $type in $zone: $(fault)"
-    return 75
-  elif grep -qiE 'ALREADY_EXISTS|already exists' "$scratch/fault"; then
-    return 0
-  fi
-  echo "error: $(fault)" >&2
-  return 1
-}
-
 delete() {
   local found
   if $dry_run; then
@@ -131,57 +107,17 @@ delete() {
   fi
 }
 
-# wait_ready: waits until the machines are READY. Exit code 75 if they were deleted or preempted, 1 if the state stays
-# unknown.
-wait_ready() {
-  local unknown=0 slice
-  while :; do
-    case "$(state)" in
-      READY) return 0 ;;
-      MISSING | GONE) return 75 ;;
-      REFUSED) classify_fault && return 75 || return $? ;;
-      STOPPED)
-        for slice in $(slices); do
-          run gcloud compute tpus tpu-vm start "$slice" "${place[@]}" || true
-        done
-        ;;
-      UNKNOWN)
-        unknown=$((unknown + 1))
-        if [ "$unknown" -ge 20 ]; then
-          echo "error: $(fault)" >&2
-          return 1
-        fi
-        ;;
-    esac
-    sleep "$poll"
-  done
+show_state() {
+  if $queued; then
+    run gcloud compute tpus queued-resources describe "$name" "${place[@]}" '--format=value(state.state)'
+  else
+    run gcloud compute tpus tpu-vm describe "$name" "${place[@]}" '--format=value(state)'
+  fi
 }
 
-create() {
-  local code=0
-  if $dry_run; then
-    if $queued; then
-      run gcloud compute tpus queued-resources describe "$name" "${place[@]}" '--format=value(state.state)'
-    else
-      run gcloud compute tpus tpu-vm describe "$name" "${place[@]}" '--format=value(state)'
-    fi
-    create_once
-    return
-  fi
-  case "$(state)" in
-    MISSING) create_once || return $? ;;
-    GONE | REFUSED)
-      [ "$command" = up ] || refuse "$name was preempted or refused; delete it with launch/tpu_vm.sh delete, or use up"
-      return 75
-      ;;
-    UNKNOWN)
-      echo "error: $(fault)" >&2
-      [ "$command" = up ] || return 1
-      return 75
-      ;;
-    *) log "$name already exists" ;;
-  esac
-  wait_ready || code=$?
-  [ "$code" -ne 0 ] || log "$name is ready"
-  return "$code"
+start_again() {
+  local slice
+  for slice in $(slices); do
+    run gcloud compute tpus tpu-vm start "$slice" "${place[@]}" || true
+  done
 }

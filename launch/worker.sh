@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs on the workers of launch/tpu_vm.sh: installs maxlm, and starts training so that it survives a lost connection.
+# Runs on the workers of launch/tpu_vm.sh and launch/tpu_compute.sh: installs maxlm, and starts training so that it
+# survives a lost connection.
 #
 #   launch/worker.sh install EXTRAS CHECKSUM    install into .venv and record the extras and the checksum
 #   launch/worker.sh installed EXTRAS CHECKSUM  exit with 0 if these extras and checksum are installed

@@ -12,6 +12,7 @@ from maxlm.config.resolve import needs_tokamax, resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.log import logger
 from maxlm.planning.cost import DEFAULT_TERMS, Cost, PricingTerms
 from maxlm.planning.forecast import Forecast, compile_ahead, estimate
@@ -154,7 +155,7 @@ def why_estimated(config: Config, target: Target, *, estimate: bool) -> str:
     chip = target.chip
     if needs_tokamax(config.model, chip.platform):
         if find_spec('tokamax') is None:
-            return "the kernels of experts for GPUs need the package tokamax; run pip install 'maxlm[experts]'"
+            return f'the kernels of experts for GPUs need the package tokamax; run {pip_install("experts")}'
         if chip.capability and chip.capability >= BLACKWELL:
             return f'the kernels of experts for {chip.name} compile only on the GPU itself'
     return ''

@@ -36,7 +36,7 @@ from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
 from maxlm.training.state import Params
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
-from maxlm.workdir.step_dirs import to_path
+from maxlm.workdir.step_dirs import in_bucket, to_path
 
 # Parameter → its vocabulary axis.
 VOCABULARY = {'embedding': 0, 'head.kernel': 1, VALUE_TABLES: 1}
@@ -215,7 +215,7 @@ def load_tokenizer(path: epath.Path) -> Tokenizer:
     Raises:
         InputError: the file cannot be read, or is not a tokenizer.
     """
-    if not str(path).startswith('gs://'):
+    if not in_bucket(path):
         return Tokenizer.load(path)
     try:
         return Tokenizer.from_json(path.read_text(), name=str(path))
@@ -351,7 +351,7 @@ def _compare_vocabularies(
             return None, other
         raise InputError(f'model.vocab_size={rows} is larger than the {rows_before} embedding rows of {path}; {other}')
     # A tokenizer from a bucket has no files beside it.
-    change = '' if str(old_path).startswith('gs://') else boundary_change(new, old)
+    change = '' if in_bucket(old_path) else boundary_change(new, old)
     remedy = f'prepare the data with --tokenizer {old_path}'
     other = change and f'{tokenizer} differs from the tokenizer of the checkpoint, {old_path}: {change}; {remedy}'
     if (new.vocab_size, rows) == (old.vocab_size, rows_before):

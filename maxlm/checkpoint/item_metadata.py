@@ -19,6 +19,7 @@ from maxlm.storage.check_directory import check_entries
 from maxlm.storage.errors import ErrorKind, TransientStorageError, error_kind, short_message
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
+from maxlm.workdir.step_dirs import in_bucket
 
 # File of a JSON item, inside the directory of the item.
 JSON_FILE = 'metadata'
@@ -44,7 +45,7 @@ def translate_errors(path: epath.Path, read: Callable[[], T]) -> T:
     try:
         return read()
     except Exception as error:
-        if str(path).startswith('gs://') and error_kind(error) in (ErrorKind.TRANSIENT, ErrorKind.PERMISSION):
+        if in_bucket(path) and error_kind(error) in (ErrorKind.TRANSIENT, ErrorKind.PERMISSION):
             raise TransientStorageError(
                 f'{path}: cannot be read from the bucket at the moment ({short_message(str(path), error)})'
             ) from None
@@ -94,7 +95,7 @@ def check_files(item: epath.Path) -> None:
         CorruptCheckpointError: a file is a special file, links outside the item, or is a metadata file above the size
             limit.
     """
-    if str(item).startswith('gs://'):
+    if in_bucket(item):
         return
     try:
         if os.path.islink(item):

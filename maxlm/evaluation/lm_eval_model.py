@@ -18,8 +18,8 @@ from maxlm.inference.engine.requests import MAX_STOPS, Completion, Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest, windows
+from maxlm.installation import pip_install
 
-INSTALL_HINT = "lm-eval benchmarks require an extra: pip install 'maxlm[eval]'"
 # Default number of generated tokens, as in lm-eval's own backends.
 MAX_TOKENS = 256
 LENGTH_NAMES = ('max_gen_toks', 'max_new_tokens', 'max_tokens', 'max_completion_tokens')
@@ -160,6 +160,11 @@ class LmEvalModel:
         return {'model': 'maxlm', 'model_step': self._model.step, 'model_dtype': self._model.config.model.dtype}
 
 
+def missing_lm_eval() -> InputError:
+    """Returns the error if lm-eval is not installed."""
+    return InputError(f'lm-eval benchmarks require an extra: {pip_install("eval")}')
+
+
 def harness_model(model: LmEvalModel) -> Any:
     """Converts a model to an instance of lm-eval's base class.
 
@@ -169,7 +174,7 @@ def harness_model(model: LmEvalModel) -> Any:
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
-        raise InputError(INSTALL_HINT) from error
+        raise missing_lm_eval() from error
     model_class: Any = type('MaxlmModel', (LmEvalModel, TemplateLM), {})
     instance = model_class.__new__(model_class)
     TemplateLM.__init__(instance)

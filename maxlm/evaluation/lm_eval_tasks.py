@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import INSTALL_HINT, LmEvalModel, harness_model
+from maxlm.evaluation.lm_eval_model import LmEvalModel, harness_model, missing_lm_eval
 from maxlm.evaluation.output import output_directory, to_json, write_samples
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 
@@ -73,7 +73,7 @@ class Benchmarks:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise InputError(INSTALL_HINT) from error
+            raise missing_lm_eval() from error
         if folder and not Path(folder).is_dir():
             raise InputError(f'--tasks-path={folder}: no such folder; choose an existing folder')
         # lm-eval logs its progress as warnings.

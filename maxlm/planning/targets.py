@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from maxlm.config.schema import MeshConfig
 from maxlm.errors import InputError, nearest
 from maxlm.hardware.chips import CHIPS, Chip, host_memory
+from maxlm.installation import pip_install
 from maxlm.parallel.layout import Layout, make_layout, split_across_islands
 from maxlm.planning.gpu_compiler import OPTION, add_compiler
 from maxlm.planning.gpu_targets import GPU_TARGETS, describe_gpu, mock_gpu_topology
@@ -224,7 +225,7 @@ def check_compiler(target: Target) -> None:
     name, platform = target.chip.name, target.chip.platform
     # A TPU machine sets this variable if libtpu was not installed by pip.
     if platform == 'tpu' and not os.environ.get('TPU_LIBRARY_PATH') and not _is_installed('libtpu'):
-        raise CompilerMissingError(f"no compiler for {name} (libtpu) is installed; run pip install 'maxlm[tpu]'")
+        raise CompilerMissingError(f'no compiler for {name} (libtpu) is installed; run {pip_install("tpu")}')
     if platform == 'gpu':
         if name not in GPU_TARGETS:
             raise CompilerMissingError(f'the GPU compiler does not support {name}; supported: {", ".join(GPU_TARGETS)}')

@@ -72,9 +72,12 @@ _FUNCTIONS = (
 
 
 def write_at_end(workdir: Path) -> None:
-    """Writes WORKDIR/report.html at the end of a training run. Errors are logged as warnings."""
+    """Writes WORKDIR/report.html at the end of a run, and logs the throughput. Errors are logged as warnings."""
     try:
-        write_page(workdir / NAME, [read_history(workdir)])
+        history = read_history(workdir)
+        write_page(workdir / NAME, [history])
+        if line := scaling.closing_line(make_runs([history], time.time())[0]):
+            logger.info(line)
     except Exception as error:
         # The run has finished and saved its state, so an error of its report must not change its exit status.
         logger.warning(f'{NAME} could not be written: {type(error).__name__}: {" ".join(str(error).split())}')

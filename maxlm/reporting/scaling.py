@@ -7,9 +7,12 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maxlm.formatting import format_percent, format_si
+from maxlm.formatting import format_percent, format_si, plural
 from maxlm.reporting.run_summary import ReportedRun
 from maxlm.storage.json_fields import mapping, number, text
+
+# Metric of the accelerators' mean utilization.
+UTILIZATION = 'device/utilization_percent'
 
 
 class AttemptThroughput(NamedTuple):
@@ -66,6 +69,31 @@ def throughputs(run: ReportedRun) -> list[AttemptThroughput]:
             )
         )
     return attempts
+
+
+def closing_line(run: ReportedRun) -> str:
+    """Returns the throughput of the newest attempt and its scaling efficiency in one line; '' without measurements.
+
+    The efficiency is relative to attempts of the run on fewer devices. The use of the devices is the mean of all
+    samples, where the accelerator reports it.
+    """
+    attempts = throughputs(run)
+    if not attempts:
+        return ''
+    newest = attempts[-1]
+    fewest = min(one.num_devices for one in attempts if (one.kind, one.parameters) == (newest.kind, newest.parameters))
+    parts = [
+        f'{newest.num_devices} × {newest.kind}: {format_si(newest.tokens_per_second)} tokens/s',
+        f'{format_si(newest.per_device)} per device',
+    ]
+    if fewest < newest.num_devices:
+        relative = format_percent(efficiency(newest, attempts))
+        parts.append(f'scaling efficiency {relative} relative to {plural(fewest, "device")}')
+    elif newest.num_devices > 1:
+        parts.append('scaling efficiency unknown: no attempt on fewer devices')
+    if use := [value for line in run.history.metrics if (value := number(line, UTILIZATION)) is not None]:
+        parts.append(f'mean device use {statistics.fmean(use):.0f}%')
+    return ', '.join(parts)
 
 
 def efficiency(one: AttemptThroughput, others: Sequence[AttemptThroughput]) -> float | None:

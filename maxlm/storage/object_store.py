@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.storage.errors import StorageError, TransientStorageError, classify_error, redact
 
 # Optional package and extra of each protocol.
@@ -51,7 +52,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         kind: Any = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         package, extra = EXTRAS.get(protocol, ('', ''))
-        remedy = f"{package}: pip install 'maxlm[{extra}]'" if package else str(error)
+        remedy = f'{package}: {pip_install(extra)}' if package else str(error)
         raise StorageError(f'{redact(url)}: {protocol}:// requires {remedy}') from error
     except ValueError as error:
         raise StorageError(f'{redact(url)}: unknown protocol {protocol}://; use gs:// or s3://') from error

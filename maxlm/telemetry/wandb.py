@@ -31,6 +31,7 @@ from typing import Any, TextIO
 from maxlm.config.schema import Config
 from maxlm.config.serialization import as_dict
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.log import logger
 from maxlm.storage.atomic import atomic_write
 from maxlm.workdir.files import WANDB_ID_FILE
@@ -54,7 +55,7 @@ class WeightsAndBiases:
         """
         if importlib.util.find_spec('wandb') is None:
             raise InputError(
-                f"metrics.wandb={config.metrics.wandb} requires the extra wandb; run pip install 'maxlm[wandb]', or "
+                f'metrics.wandb={config.metrics.wandb} requires the extra wandb; run {pip_install("wandb")}, or '
                 "set metrics.wandb=''"
             )
         self._mode, self._close_seconds = config.metrics.wandb, close_seconds

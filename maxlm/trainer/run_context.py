@@ -49,7 +49,7 @@ from maxlm.workdir.files import (
     write_run_files,
 )
 from maxlm.workdir.lock import WorkdirLock
-from maxlm.workdir.run_storage import MIRRORED, RunStorage, open_run_storage
+from maxlm.workdir.run_storage import MIRRORED, RunStorage, cache_directory, open_run_storage
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
 
@@ -167,15 +167,13 @@ def open_run(
             mirror=config.checkpoint.remote_dir,
             cache=config.data.cache_dir,
             process=process,
+            is_shared=_shares_cache(location, config.data.cache_dir),
             warn=warn,
             surplus=partial(_surplus, remote, config.checkpoint),
         )
         alerts: Alerts = Alerts(config.alerts, storage.workdir, process=process, on_alert=record)
         if process == 0:
             open_workdir(storage.workdir)
-        if location.startswith(f'{MIRRORED}://'):
-            _check_shared(location, storage.workdir)
-        if process == 0:
             stack.enter_context(WorkdirLock(storage.workdir, on_lost=lost))
         stack.enter_context(Console(storage.workdir, process=process))
         checkpoint_workdir = storage.checkpoint_directory.parent
@@ -197,16 +195,17 @@ def open_run(
         yield RunContext(storage.workdir, checkpoint_workdir, alerts, recorder, callbacks)
 
 
-def _check_shared(location: str, workdir: Path) -> None:
-    """Raises InputError unless all processes share the upload directory, into which they write one checkpoint."""
+def _shares_cache(location: str, cache: str) -> bool:
+    """Returns True if all processes see the same cache, in which a checkpoint waits for its upload to S3."""
     together = ProcessGroup()
+    if together.num_processes == 1 or not location.startswith(f'{MIRRORED}://'):
+        return True
+    workdir = cache_directory(location, cache)
+    if together.process_index == 0:
+        open_workdir(workdir)
     # The directory must exist before other processes check it.
     together.barrier()
-    if not is_shared(workdir):
-        raise InputError(
-            f'--workdir={location}: {workdir} is not the same directory for all processes; set data.cache_dir to a '
-            'directory that all machines share, or give --workdir=gs://…'
-        )
+    return is_shared(workdir)
 
 
 def _open_recorder(workdir: Path, config: Config, timeline: Timeline) -> RunRecorder:

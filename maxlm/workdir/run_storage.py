@@ -2,9 +2,10 @@
 
 --workdir=/disk/run                                   local only
 --workdir=/disk/run  checkpoint.remote_dir=gs://… | s3://…    local first, then uploaded in the background
---workdir=s3://bucket/run                             the same, with a directory of the cache
---workdir=gs://bucket/run                             Orbax writes checkpoints into the bucket; small files are in a
-                                                      directory of the cache and are uploaded
+--workdir=s3://bucket/run                             the same, with a directory of the cache that all processes share
+--workdir=gs://… | s3://…                             Orbax writes checkpoints into the bucket; small files are in a
+                                                      directory of the cache and are uploaded. s3:// only if the
+                                                      processes do not share the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER, to_path
 from maxlm.workdir.upload_state import UploadState
 from maxlm.workdir.uploader import POLL_SECONDS, STALL_SECONDS, StepMirror, UploadProgress, UploadWorker
 
-DIRECT = 'gs'
 MIRRORED = 's3'
 FILES_SECONDS = 30.0
 # Time that the start waits for a bucket that does not respond. Only the bucket shows the latest state of the run.
@@ -244,7 +244,13 @@ class RunStorage:
 
 
 def open_run_storage(
-    workdir: str, *, mirror: str = '', cache: str = '~/.cache/maxlm', process: int = 0, **options: Any
+    workdir: str,
+    *,
+    mirror: str = '',
+    cache: str = '~/.cache/maxlm',
+    process: int = 0,
+    is_shared: bool = True,
+    **options: Any,
 ) -> RunStorage:
     """Creates the storage of a run, without reading or writing anything.
 
@@ -253,6 +259,7 @@ def open_run_storage(
         mirror: value of `checkpoint.remote_dir`: '', or a gs:// or s3:// URL if the workdir is a directory.
         cache: cache directory for runs whose workdir is a URL.
         process: index of this process in the run.
+        is_shared: the processes of the run share the cache, so they can write one checkpoint into it.
         options: options of `RunStorage`.
 
     Raises:
@@ -269,7 +276,7 @@ def open_run_storage(
     if not is_url(workdir):
         return RunStorage(Path(workdir))
     check_url('--workdir', workdir)
-    direct = workdir.startswith(f'{DIRECT}://')
+    direct = not (workdir.startswith(f'{MIRRORED}://') and is_shared)
     return RunStorage(cache_directory(workdir, cache), workdir, direct=direct, process=process, **options)
 
 

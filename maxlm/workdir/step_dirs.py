@@ -1,7 +1,7 @@
 """Step directories of a run, on a disk or in a bucket. Steps become visible and are deleted atomically.
 
 WORKDIR/checkpoints/<step>/            complete step on a disk, renamed when all files were written
-gs://…/checkpoints/<step>/…            complete if its `commit_success.txt` exists, which is written last
+gs://… or s3://…/checkpoints/<step>/…  complete if its `commit_success.txt` exists, which is written last
 WORKDIR/checkpoints/_trash/<step>      step that is being deleted, on a disk only
 WORKDIR/checkpoints/_damaged/<step>    step set aside on a disk; a bucket has no rename, so `damaged.txt` marks it
 """
@@ -19,7 +19,10 @@ from etils import epath
 from maxlm.errors import InputError, os_message
 from maxlm.storage.errors import classify_error
 from maxlm.storage.filesystem import is_url
+from maxlm.workdir import s3_checkpoints
 
+# URLs into which Orbax writes checkpoints.
+BUCKETS = ('gs://', s3_checkpoints.PREFIX)
 CHECKPOINTS_DIR = 'checkpoints'
 TRASH = '_trash'
 DAMAGED = '_damaged'
@@ -36,15 +39,26 @@ _PROBE = '_probe'
 _PROBE_BYTES = 2**16
 
 
+def in_bucket(path: Any) -> bool:
+    """Returns True for the URL of a bucket that `to_path` accepts."""
+    return str(path).startswith(BUCKETS)
+
+
 def to_path(path: Any) -> epath.Path:
-    """Returns a directory or gs:// URL as a path for Orbax and this package. Local paths become absolute."""
-    if not str(path).startswith('gs://'):
+    """Returns a directory, gs:// or s3:// URL as a path for Orbax and this package. Local paths become absolute.
+
+    Raises:
+        InputError: the installed Orbax does not support s3://.
+    """
+    if not in_bucket(path):
         return epath.Path(os.path.abspath(path))
+    if str(path).startswith(s3_checkpoints.PREFIX):
+        s3_checkpoints.enable()
     # Otherwise epath would use TensorFlow's client if TensorFlow is installed.
     os.environ.setdefault('EPATH_USE_TF', 'false')
     import fsspec.config  # slow to import
 
-    for protocol in ('gs', 'gcs'):
+    for protocol in ('gs', 'gcs', 's3'):
         # Cached listings hide files that other processes write.
         fsspec.config.conf.setdefault(protocol, {}).setdefault('use_listings_cache', False)
     return epath.Path(path)
@@ -74,7 +88,7 @@ class StepDirectory:
 
     def __init__(self, workdir: Any):
         self.path = to_path(workdir) / CHECKPOINTS_DIR
-        self._in_bucket = str(self.path).startswith('gs://')
+        self._in_bucket = in_bucket(self.path)
 
     @property
     def in_bucket(self) -> bool:

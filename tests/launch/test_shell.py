@@ -11,7 +11,9 @@ from tests.conftest import ROOT
 SCRIPTS = sorted(
     path for path in (ROOT / 'launch').rglob('*') if path.suffix in ('.sh', '.sbatch') and '.venv' not in path.parts
 )
-RUN_BY_HAND = {path for path in SCRIPTS if path.name not in ('venv.sh', 'commands.sh', 'tpu_machines.sh')}
+RUN_BY_HAND = {
+    path for path in SCRIPTS if path.name not in ('venv.sh', 'commands.sh', 'tpu_machines.sh', 'tpu_training.sh')
+}
 # Not available in bash 3.2, which macOS has.
 TOO_NEW = r'declare -[AgnI]|local -n|\bmapfile\b|\breadarray\b|\bwait -n\b|\$\{\w+(,,|\^\^|@[QEPA])|\|&|&>>|\bcoproc\b'
 # Commands that print the environment, or each command as it runs.

@@ -79,7 +79,10 @@ def test_several_slices(programs, tree):
         (['create', '--name=n', '--type=v4-8'], '--zone is missing'),
         (['create', '--name=n', '--zone=z'], '--type is missing'),
         (['create', '--name=n', '--zone=z', '--type=v9-8'], '--type=v9-8'),
-        (['create', '--name=n', '--zone=z', '--type=v7x-8'], 'only GKE has TPU7x'),
+        (
+            ['create', '--name=n', '--zone=z', '--type=v7x-8'],
+            'has no TPU7x; use launch/tpu_compute.sh',
+        ),
         (['create', '--name=n', '--zone=z', '--type=v4-8', '--spot', '--reserved'], 'choose one of'),
         (['create', '--name=n', '--zone=z', '--type=v4-8', '--flex-start'], '--max-run-duration is missing'),
         (['create', '--name=n', '--zone=z', '--type=v4-8', '--max-run-duration=1h'], 'only for --flex-start'),

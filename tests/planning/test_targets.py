@@ -16,6 +16,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from maxlm.config.schema import MESH_AXES, MeshConfig
 from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS
+from maxlm.installation import pip_install
 from maxlm.parallel.layout import make_layout
 from maxlm.planning import targets
 from maxlm.planning.gpu_targets import GPU_TARGETS, describe_gpu
@@ -264,7 +265,7 @@ def test_a_tensor_axis_does_not_leave_a_node():
             ('jax_cuda12_plugin', 'jax_cuda13_plugin'),
             'no compiler for h100 is installed; run maxlm plan --install-compiler',
         ),
-        ('v4:2x2x1', ('libtpu',), "no compiler for v4 (libtpu) is installed; run pip install 'maxlm[tpu]'"),
+        ('v4:2x2x1', ('libtpu',), f'no compiler for v4 (libtpu) is installed; run {pip_install("tpu")}'),
     ],
 )
 def test_a_compiler_that_is_not_installed(monkeypatch, spec, modules, message):

@@ -4,7 +4,7 @@ import pytest
 
 from maxlm.reporting.page import section
 from maxlm.reporting.run_summary import make_runs
-from maxlm.reporting.scaling import efficiency, throughputs
+from maxlm.reporting.scaling import closing_line, efficiency, throughputs
 from tests import workdirs
 
 
@@ -32,6 +32,28 @@ def test_efficiency_is_per_device(run_of):
     # A run of another model is not compared.
     other = found[1]._replace(parameters=1.0)
     assert efficiency(other, [found[0], other]) == 1.0
+
+
+def test_the_closing_line_compares_with_attempts_on_fewer_devices(run_of):
+    (run,) = run_of('finished')
+    first, second = (event for event in run.history.events if event['kind'] == 'started')
+
+    def line(before, after, **values):
+        """Returns the line of a run whose attempts have these numbers of devices and 1000 tokens/s each."""
+        starts = [
+            {**event, 'devices': {**event['devices'], 'count': n}} for event, n in ((first, before), (second, after))
+        ]
+        metrics = [{**one, 'perf/tokens_per_second': 1000.0, **values} for one in run.history.metrics]
+        history = dataclasses.replace(run.history, events=starts, metrics=metrics)
+        return closing_line(make_runs([history], workdirs.NOW)[0])
+
+    kind = first['devices']['kind']
+    assert line(1, 4) == f'4 × {kind}: 1k tokens/s, 250 per device, scaling efficiency 25.0% relative to 1 device'
+    assert line(1, 1) == f'1 × {kind}: 1k tokens/s, 1k per device'
+    assert line(4, 4).endswith('scaling efficiency unknown: no attempt on fewer devices')
+    assert line(1, 1, **{'device/utilization_percent': 87.4}).endswith(', mean device use 87%')
+    (fresh,) = run_of('fresh')
+    assert closing_line(fresh) == ''
 
 
 def test_lines_belong_to_the_attempt_that_wrote_them(run_of):

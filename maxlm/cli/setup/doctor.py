@@ -27,6 +27,12 @@ from maxlm.storage.paths import ANY, Kind, PathOption
 def main(argv: list[str]) -> int:
     """Runs the checks and prints their results."""
     case, options = _read(argv)
+    if options.extras:
+        # doctor must also work on a machine without the required packages.
+        from maxlm.diagnostics.checks.packages import needed_extras
+
+        print(','.join(sorted(needed_extras(case))))
+        return EXIT_DONE
     chosen = choose(_names(options.only), _names(options.skip))
     # The first process prints all results; other processes only print problems of their machines.
     is_first = case.process == 0
@@ -120,6 +126,9 @@ def make_parser() -> ArgumentParser:
     )
     parser.add_argument(
         '--try-resume', action='store_true', help='also kill a trial run after a checkpoint and restart it'
+    )
+    parser.add_argument(
+        '--extras', action='store_true', help='print the extras of maxlm that the machine and the run need, and exit'
     )
     parser.add_shared('--json')
     return parser

@@ -10,6 +10,7 @@ from typing import Any
 from maxlm.data.executors.executor import OnProgress, Task, TaskResult, TaskStatus, run_once
 from maxlm.data.executors.local_executor import ONE_THREAD, InProcess, Processes
 from maxlm.errors import InputError, os_message
+from maxlm.installation import pip_install
 
 # Number of submitted tasks per core, so that no machine waits for its next task.
 TASKS_PER_CORE = 2
@@ -41,7 +42,7 @@ class RayCluster:
         try:
             import ray  # an extra, and slow to import
         except ImportError as error:
-            raise InputError("--executor=ray needs ray: pip install 'maxlm[ray]'") from error
+            raise InputError(f'--executor=ray needs ray: {pip_install("ray")}') from error
         _refuse_silent(address)
         self._ray = ray
         self._joined = not ray.is_initialized()

@@ -29,6 +29,7 @@ from maxlm.data.formats.hf_files import limit_files, parquet_file
 from maxlm.data.formats.input_file import InputFile
 from maxlm.data.formats.rows import checked_rows, column_fault, record_fields, row_document
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError, classify_error, short_message
 
@@ -232,5 +233,5 @@ def _datasets(spec_text: str) -> ModuleType:
     try:
         import datasets  # an extra, and slow to import
     except ImportError as error:
-        raise InputError(f"{spec_text} needs datasets: pip install 'maxlm[hub]'") from error
+        raise InputError(f'{spec_text} needs datasets: {pip_install("hub")}') from error
     return datasets

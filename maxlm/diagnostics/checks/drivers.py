@@ -12,6 +12,7 @@ from maxlm.diagnostics.result import CheckResult, combine, failure, ok, skipped,
 from maxlm.formatting import GIB, format_bytes
 from maxlm.hardware.detect import Hardware
 from maxlm.hardware.nvml import Gpu, Nvidia
+from maxlm.installation import pip_install
 
 # Extra → package that contains JAX's plugin.
 CUDA_PLUGINS = {'cuda12': 'jax-cuda12-plugin', 'cuda13': 'jax-cuda13-plugin'}
@@ -40,9 +41,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
     if hardware.platform == 'tpu':
         if is_installed('libtpu'):
             return ok(f'{hardware.description}, and libtpu is installed')
-        return failure(
-            f'{hardware.description}, and libtpu is missing: JAX would run on the CPU', "pip install 'maxlm[tpu]'"
-        )
+        return failure(f'{hardware.description}, and libtpu is missing: JAX would run on the CPU', pip_install('tpu'))
     if hardware.nvidia is None:
         return failure(
             f'{hardware.description}, but the driver does not respond ({hardware.problem})',
@@ -56,7 +55,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
     if not installed:
         return failure(
             f"{text}, and JAX's plugin is missing: it would run on the CPU",
-            f"pip install 'maxlm[{recommended_extra(hardware.nvidia)}]'",
+            pip_install(recommended_extra(hardware.nvidia)),
         )
     if len(installed) > 1:
         return warning(
@@ -69,7 +68,7 @@ def evaluate_driver(hardware: Hardware, is_installed: Callable[[str], bool]) -> 
         return failure(
             f'{text}: {CUDA_PLUGINS[extra]} requires {_dotted(oldest)} or later',
             f'pip uninstall {" ".join(_packages_of(extra))}; '
-            f"pip install 'maxlm[{recommended_extra(hardware.nvidia)}]'; or install a newer driver",
+            f'{pip_install(recommended_extra(hardware.nvidia))}; or install a newer driver',
         )
     return ok(f'{text}, {CUDA_PLUGINS[extra]}')
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from maxlm.diagnostics.checks.drivers import recommended_extra
 from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.jax_subprocess import JaxStart
 from maxlm.diagnostics.result import CheckResult, failure, ok, skipped, warning
 from maxlm.hardware.detect import Hardware
+from maxlm.installation import pip_install
 
 # A process with many GPUs takes about ten seconds.
 SLOW_SECONDS = 60.0
@@ -27,10 +29,10 @@ def evaluate_jax(jax_start: JaxStart, hardware: Hardware) -> CheckResult:
         return failure(f'does not start: {jax_start.error}', remedy)
     device_counts = ', '.join(f'{count} × {kind}' for kind, count in Counter(jax_start.kinds).items())
     if jax_start.platform != hardware.platform and hardware.platform != 'cpu':
-        extras = "'maxlm[tpu]'" if hardware.platform == 'tpu' else "'maxlm[cuda12]' or 'maxlm[cuda13]'"
+        extra = 'tpu' if hardware.platform == 'tpu' else recommended_extra(hardware.nvidia)
         return failure(
             f'runs on {jax_start.platform} ({device_counts}), but this machine has {hardware.description}',
-            f'see driver and environment; pip install {extras}',
+            f'see driver and environment; {pip_install(extra)}',
         )
     if jax_start.platform == 'gpu' and hardware.nvidia and len(jax_start.kinds) < len(hardware.nvidia.gpus):
         return warning(

@@ -17,6 +17,7 @@ from maxlm.diagnostics.context import CheckContext
 from maxlm.diagnostics.result import CheckResult, combine, failure, ok, warning
 from maxlm.errors import InputError
 from maxlm.hardware.identity import installed_version
+from maxlm.installation import pip_install
 from maxlm.storage.errors import redact
 from maxlm.storage.object_store import EXTRAS
 
@@ -99,14 +100,17 @@ def needed_extras(context: CheckContext) -> dict[str, str]:
         _, extra = EXTRAS.get(place.partition('://')[0] if '://' in place else '', ('', ''))
         if extra:
             extras.setdefault(extra, redact(place))
+    if hub := [path for path in context.data_paths if path.startswith('hf:')]:
+        extras['hub'] = hub[0]
     if getattr(context.config and context.config.metrics, 'wandb', ''):
         extras['wandb'] = 'metrics.wandb'
     if context.config and needs_tokamax(context.config.model, context.hardware.platform):
         extras['experts'] = 'model.num_experts'
     if context.hardware.platform == 'tpu':
         extras['tpu'] = context.hardware.description
-    if context.hardware.platform == 'gpu' and not any(map(installed_version, CUDA_PLUGINS.values())):
-        extras[recommended_extra(context.hardware.nvidia)] = context.hardware.description
+    if context.hardware.platform == 'gpu':
+        installed = [extra for extra, plugin in CUDA_PLUGINS.items() if installed_version(plugin)]
+        extras[(installed or [recommended_extra(context.hardware.nvidia)])[0]] = context.hardware.description
     return extras
 
 
@@ -123,13 +127,11 @@ def evaluate_packages(
     findings = []
     problems = list(_problems(requirements.packages, '', version_of))
     if problems:
-        findings.append(
-            failure('; '.join(problems), "pip install --upgrade 'maxlm', or in its checkout: pip install -e .")
-        )
+        findings.append(failure('; '.join(problems), pip_install(upgrade=True)))
     for extra, what in extras.items():
         problems = list(_problems(requirements.extras.get(extra, ()), extra, version_of))
         if problems:
-            findings.append(failure(f'{"; ".join(problems)} (for {what})', f"pip install 'maxlm[{extra}]'"))
+            findings.append(failure(f'{"; ".join(problems)} (for {what})', pip_install(extra)))
     # JAX ignores a plugin of another version, and only logs a line that is easily missed.
     jaxlib = version_of('jaxlib')
     for name in CUDA_PLUGINS.values():
@@ -137,7 +139,7 @@ def evaluate_packages(
         if plugin and jaxlib and plugin != jaxlib:
             extra = next(extra for extra, known in CUDA_PLUGINS.items() if known == name)
             findings.append(
-                failure(f'{name} {plugin} does not match jaxlib {jaxlib}', f"pip install --upgrade 'maxlm[{extra}]'")
+                failure(f'{name} {plugin} does not match jaxlib {jaxlib}', pip_install(extra, upgrade=True))
             )
     if not findings:
         named = ', '.join(f'{name} {version_of(name)}' for name in ('jax', 'jaxlib', 'flax', 'orbax-checkpoint'))

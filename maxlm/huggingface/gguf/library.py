@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 
 
 def load_gguf() -> Any:
@@ -16,5 +17,5 @@ def load_gguf() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise InputError("GGUF files require the package gguf; run pip install 'maxlm[gguf]'") from error
+        raise InputError(f'GGUF files require the package gguf; run {pip_install("gguf")}') from error
     return gguf

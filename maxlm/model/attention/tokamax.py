@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.parallel.partitioning import Partitioning
 
 
@@ -102,8 +103,8 @@ def _tokamax(platform: str) -> tuple[Any, Any]:
         from tokamax._src.ops.attention import base, pallas_mosaic_gpu
     except ImportError as error:
         raise InputError(
-            f'model.attention=tokamax: the package tokamax is not installed or has no such kernel ({error}); run `pip '
-            "install 'maxlm[experts]'`, or set it to auto"
+            f'model.attention=tokamax: the package tokamax is not installed or has no such kernel ({error}); run '
+            f'{pip_install("experts")}, or set it to auto'
         ) from error
     # Tokamax reads options from absl's flags. Otherwise it would parse the command line, which has maxlm's options.
     flags.FLAGS.mark_as_parsed()

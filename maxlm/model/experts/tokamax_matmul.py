@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 
 # The first kernels that support a product on the device are used. Mosaic has kernels for Hopper and Blackwell, Triton
 # for all GPUs since Ampere. XLA's expansion, which needs much more memory and time, is not among them.
@@ -96,7 +97,7 @@ def _tokamax() -> ModuleType:
         import tokamax
     except ImportError as error:
         raise InputError(
-            "model.expert_matmul=tokamax: the package tokamax is not installed; run `pip install 'maxlm[experts]'`, or "
+            f'model.expert_matmul=tokamax: the package tokamax is not installed; run {pip_install("experts")}, or '
             'set model.expert_matmul=ragged_dot, which needs much more memory and time on GPUs'
         ) from error
     # Tokamax reads options from absl's flags. Otherwise it would parse the command line, which has maxlm's options.

@@ -10,6 +10,7 @@ from maxlm.diagnostics.result import CheckStatus
 from maxlm.hardware import detect
 from maxlm.hardware.detect import read_hardware
 from maxlm.hardware.nvml import Nvidia, NvidiaError, read_nvidia
+from maxlm.installation import pip_install
 from tests.diagnostics.machines import CPU, DRIVERLESS, GIB, H100, TPU, NVMLError, case_on, fake_nvml, gpus
 
 CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
@@ -20,12 +21,12 @@ CUDA12, CUDA13 = {'jax-cuda12-plugin'}, {'jax-cuda13-plugin'}
     [
         (CPU, (), 'ok', 'no GPU or TPU'),
         (TPU, {'libtpu'}, 'ok', 'libtpu is installed'),
-        (TPU, CUDA12, 'failure', "pip install 'maxlm[tpu]'"),
+        (TPU, CUDA12, 'failure', pip_install('tpu')),
         (DRIVERLESS, CUDA12, 'failure', '2 NVIDIA GPUs on the PCI bus, but the driver does not respond (Driver Not'),
         (gpus(), CUDA13, 'ok', '2 × NVIDIA H100 80GB HBM3, driver 580.65.6 (CUDA 13.0), jax-cuda13-plugin'),
         (gpus(driver=(525, 60, 13)), CUDA12, 'ok', 'driver 525.60.13'),
-        (gpus(), (), 'failure', "pip install 'maxlm[cuda13]'"),
-        (gpus(driver=(550, 54)), (), 'failure', "pip install 'maxlm[cuda12]'"),
+        (gpus(), (), 'failure', pip_install('cuda13')),
+        (gpus(driver=(550, 54)), (), 'failure', pip_install('cuda12')),
         (gpus(driver=(550, 54)), CUDA13, 'failure', 'jax-cuda13-plugin requires 580.65.6 or later'),
         (gpus(driver=(470, 1)), CUDA12, 'failure', 'too old for JAX'),
         (gpus(), CUDA12 | CUDA13, 'warning', 'pip uninstall jax-cuda12-plugin jax-cuda12-pjrt'),

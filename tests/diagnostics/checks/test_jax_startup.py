@@ -7,6 +7,7 @@ import pytest
 from maxlm.diagnostics.checks.jax_startup import evaluate_cache, evaluate_jax
 from maxlm.diagnostics.jax_subprocess import JaxStart, exit_reason, start_jax, with_package
 from maxlm.diagnostics.result import CheckStatus
+from maxlm.installation import pip_install
 from tests.diagnostics.machines import CPU, TPU, gpus
 
 ONE = JaxStart(platform='cpu', kinds=('cpu',), cache_dir='/home/me/programs')
@@ -17,7 +18,7 @@ ONE = JaxStart(platform='cpu', kinds=('cpu',), cache_dir='/home/me/programs')
     [
         (ONE, CPU, 'ok', 'starts on cpu: 1 × cpu'),
         (ONE, gpus(), 'failure', 'runs on cpu (1 × cpu), but this machine has 2 × NVIDIA H100'),
-        (ONE, TPU, 'failure', "'maxlm[tpu]'"),
+        (ONE, TPU, 'failure', pip_install('tpu')),
         (ONE._replace(platform='gpu', kinds=('H100', 'H100')), gpus(), 'ok', '2 × H100'),
         (ONE._replace(platform='gpu', kinds=('H100',)), gpus(), 'warning', 'sees 1 × H100 of 2 GPUs'),
         (ONE._replace(seconds=100.0), CPU, 'warning', 'after 100 s'),

@@ -9,6 +9,7 @@ from maxlm.diagnostics.checks import packages
 from maxlm.diagnostics.checks.packages import evaluate_packages, evaluate_python, needed_extras, read_requirements
 from maxlm.diagnostics.result import CheckStatus
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from tests.diagnostics.machines import CPU, TPU, case_on, gpus
 from tests.small import small_config
 
@@ -50,11 +51,12 @@ def test_extras_of_the_run_and_the_machine():
     assert extras == {'gcs': 'gs://bucket/run', 's3': 's3://bucket/data', 'tpu': '4 TPU chips'}
     assert needed_extras(case_on(CPU, config=small_config(), workdir='runs/x')) == {}
     assert needed_extras(case_on(CPU, config=small_config(metrics__wandb='online'))) == {'wandb': 'metrics.wandb'}
+    assert needed_extras(case_on(CPU, config=small_config(data__path='hf:org/name'))) == {'hub': 'hf:org/name'}
 
 
 @pytest.mark.parametrize(
     ('driver', 'plugin', 'extra'),
-    [((580, 65, 6), None, ['cuda13']), ((535, 1), None, ['cuda12']), ((580, 65, 6), '0.10.2', [])],
+    [((580, 65, 6), None, ['cuda13']), ((535, 1), None, ['cuda12']), ((580, 65, 6), '0.10.2', ['cuda12'])],
 )
 def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, extra):
     monkeypatch.setattr(packages, 'installed_version', lambda name: plugin if 'cuda12' in name else None)
@@ -63,7 +65,7 @@ def test_a_gpu_needs_a_plugin_that_its_driver_runs(monkeypatch, driver, plugin, 
     for model, more in (({}, ['experts']), ({'model__expert_capacity_factor': 1.25}, [])):
         config = small_config(model__num_experts=4, model__num_experts_per_token=2, **model)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, expert_matmul='auto'))
-        assert list(needed_extras(case_on(gpus(driver=driver), config=config))) == more + extra
+        assert list(needed_extras(case_on(gpus(driver=driver), config=config))) == [*more, *extra]
 
 
 def test_an_extra_that_is_missing_is_named():
@@ -72,8 +74,8 @@ def test_an_extra_that_is_missing_is_named():
     assert found.status is CheckStatus.FAILURE
     assert 'gcsfs is missing (for gs://b)' in found.message
     assert 'jax-cuda13-plugin is missing (for 2 × H100)' in found.message
-    assert "pip install 'maxlm[gcs]'" in found.remedy
-    assert "pip install 'maxlm[cuda13]'" in found.remedy
+    assert pip_install('gcs') in found.remedy
+    assert pip_install('cuda13') in found.remedy
     # Control: installed packages are not reported.
     assert evaluate_packages(WANTED, {'gcs': 'gs://b'}, version_of(**plain)).status is CheckStatus.OK
 

@@ -20,6 +20,7 @@ from maxlm.huggingface.export_model import export_model
 from maxlm.huggingface.gguf import tensors as gguf_tensors
 from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.inference.load import load_model
+from maxlm.installation import pip_install
 from maxlm.training.state import abstract_model
 from tests.conftest import ROOT
 from tests.huggingface.expert_models import EXPERT_MODELS
@@ -414,4 +415,4 @@ def test_invalid_outputs_and_values(tmp_path, monkeypatch):
     (tmp_path / 'run' / 'tokenizer.json').unlink()
     refuse(tmp_path, 'tokenizer.json', 'file not found')
     monkeypatch.setitem(sys.modules, 'gguf', None)
-    refuse(tmp_path, "pip install 'maxlm[gguf]'")
+    refuse(tmp_path, pip_install('gguf'))

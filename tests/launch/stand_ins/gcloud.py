@@ -1,5 +1,7 @@
 """Fake gcloud with slices of two TPU workers, whose home directories are local. `ssh --command` runs bash in them.
 
+Instances of Compute Engine have one worker; the state READY of the plan is their status RUNNING.
+
 plan['machines'] and plan['queue'] are the states that `describe` reports, or None if the resource does not exist.
 Arguments that gcloud's reference does not list for a command are errors.
 """
@@ -37,6 +39,17 @@ FLAGS = {
     'queued-resources ssh': f'{CONNECT} command output-directory ssh-flag node batch-size tunnel-through-iap',
     'queued-resources scp': f'{CONNECT} compress recurse scp-flag node batch-size tunnel-through-iap',
 }
+# From https://cloud.google.com/sdk/gcloud/reference/compute.
+FLAGS |= {
+    'instances create': 'machine-type image-family image-project maintenance-policy boot-disk-size scopes '
+    'service-account network subnet no-address provisioning-model instance-termination-action '
+    'request-valid-for-duration max-run-duration reservation reservation-affinity',
+    'instances delete': 'delete-disks keep-disks',
+    'instances describe': '',
+    'instances start': 'async',
+    'compute ssh': 'command tunnel-through-iap internal-ip ssh-flag',
+    'compute scp': 'compress recurse tunnel-through-iap internal-ip scp-flag',
+}
 FLAGS |= {f'alpha {name}': FLAGS[name] for name in ('queued-resources ssh', 'queued-resources scp')}
 # Sets of which at most one flag may be given, and of which one must be given.
 EXCLUSIVE = [{'spot', 'reserved', 'provisioning-model'}, {'internal-ip', 'tunnel-through-iap'}]
@@ -71,15 +84,17 @@ def worker_directories():
     workers = []
     for name in sorted(os.listdir(f'{FOLDER}/workers')):
         node, _, worker = name.rpartition('-')
-        if options['worker'] in ('all', worker) and options.get('node', 'all') in ('all', node):
+        if options.get('worker', 'all') in ('all', worker) and options.get('node', 'all') in ('all', node):
             workers.append(f'{FOLDER}/workers/{name}')
     return workers
 
 
-def make_machines(plan):
+def make_machines(plan, workers=2):
+    # Preempted machines of Compute Engine disappear without a call.
+    remove_machines(plan)
     plan['machines'] = 'READY'
     slices = plan.get('slices', 1)
-    for number in range(2 * slices):
+    for number in range(workers * slices):
         os.makedirs(f'{FOLDER}/workers/' + (f'{number // 2}-{number % 2}' if slices > 1 else str(number)))
 
 
@@ -92,7 +107,11 @@ def remove_machines(plan):
 
 record()
 with Plan() as plan:
-    kind, verb = words[2:4] if words[:2] == ['compute', 'tpus'] else ('', '')
+    kind, verb, *names = words[2:] if words[:2] == ['compute', 'tpus'] else ('', '')
+    if words[:2] == ['compute', 'instances']:
+        kind, verb, *names = words[1:]
+    elif words[:2] in (['compute', 'ssh'], ['compute', 'scp']):
+        kind, verb, *names = words
     check_flags(f'{kind} {verb}')
     rule = reply(plan, line) or {}
     plan.update(rule.get('then', {}))
@@ -104,12 +123,12 @@ with Plan() as plan:
         sys.exit(0)
     if verb == 'describe':
         if plan[key] is None:
-            fail(f'NOT_FOUND: Resource {words[4]!r} was not found')
+            fail(f'NOT_FOUND: Resource {names[0]!r} was not found')
         if key == 'queue' and plan['queue'] in NEXT:
             plan['queue'] = NEXT[plan['queue']]
             if plan['queue'] == 'ACTIVE':
                 make_machines(plan)
-        print(plan[key])
+        print('RUNNING' if (kind, plan[key]) == ('instances', 'READY') else plan[key])
     elif verb == 'create':
         if plan[key] is not None:
             fail('ALREADY_EXISTS: Resource already exists')
@@ -117,7 +136,7 @@ with Plan() as plan:
         if key == 'queue':
             plan['queue'] = 'WAITING_FOR_RESOURCES'
         else:
-            make_machines(plan)
+            make_machines(plan, 1 if kind == 'instances' else 2)
     elif verb == 'delete':
         if plan[key] is None:
             fail('NOT_FOUND: Resource was not found')
@@ -132,7 +151,7 @@ if verb in ('ssh', 'scp'):
 
     for directory in worker_directories():
         if verb == 'scp':
-            shutil.copy(words[4], f'{directory}/{words[5].split(":")[1]}')
+            shutil.copy(names[0], f'{directory}/{names[1].split(":")[1]}')
             continue
         environment = {**os.environ, 'HOME': directory}
         done = subprocess.run(['bash', '-c', options['command']], cwd=directory, env=environment)
