@@ -65,6 +65,7 @@ def prefetched_batches(
         sources_schedule=config.source_stages,
         teacher=corpus.teacher_outputs(config),
         batch_sizes=decisions.batch_sizes,
+        with_scored=config.train.objective == 'reward',
     )
     growing = GrowingBatches(corpus, make) if corpus.training_windows is None else None
     data = growing.available if growing else make(corpus)
