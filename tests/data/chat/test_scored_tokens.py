@@ -16,7 +16,9 @@ def scored_tokens(*documents, window):
         tokens = [np.uint32(token) | (0 if part == 1 else IGNORE_BIT) for part in range(3) for token in parts[part]]
         tokens[0] |= DOCUMENT_START_BIT
         stream += tokens
-    batch = window_batch([np.array(stream, np.uint32)], window, end_of_document=END, isolate_documents=True, marked=True)
+    batch = window_batch(
+        [np.array(stream, np.uint32)], window, end_of_document=END, isolate_documents=True, marked=True
+    )
     found = with_scored_tokens(batch, END)
     (places,) = np.nonzero(found['scored'][0])
     return [(found['tokens'][0, place], found['segments'][0, place]) for place in places], found
