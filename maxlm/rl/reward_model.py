@@ -178,8 +178,8 @@ def _ids_after_turn(encoder: ChatEncoder) -> list[int]:
 
 def _batch(ids: Sequence[np.ndarray], rows: int, length: int) -> dict[str, np.ndarray]:
     """Returns conversations as arrays [B, T], and the index of the last token of each, [B]. Other rows are padding."""
-    batch = {name: np.zeros((rows, length), np.int32) for name in ('tokens', 'segments', 'positions')}
-    batch['last'] = np.zeros(rows, np.int32)
+    shapes = dict.fromkeys(('tokens', 'segments', 'positions'), (rows, length)) | {'last': (rows,)}
+    batch: dict[str, np.ndarray] = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
     for row, tokens in enumerate(ids):
         batch['tokens'][row, : len(tokens)] = tokens
         batch['segments'][row, : len(tokens)] = 1

@@ -210,8 +210,7 @@ class RolloutBatches(BatchSource):
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
             has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
             following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
-            texts = self._texts(responses)
-            tasks = [self._prompts.tasks[index] for index in each]
+            texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
             scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores)
             scored = time.perf_counter()
             if jax.process_count() > 1:
@@ -278,7 +277,7 @@ class RolloutBatches(BatchSource):
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward)
+            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward, ())
             parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
@@ -346,30 +345,20 @@ class RolloutBatches(BatchSource):
         return self._reward_model(prompts, responses).tolist()
 
     def _scores(
-        self,
-        prompts: Prompts,
-        texts: Sequence[str],
-        tasks: Sequence[Task],
-        reward: str,
-        model_scores: Sequence[float] = (),
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
     ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
         try:
-            return self._scorer.score(texts[mine], tasks[mine], reward=reward, model_scores=model_scores[mine])
+            return self._scorer.score(texts[mine], tasks[mine], reward=reward, model_scores=by_model[mine])
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
     def _rewards(
-        self,
-        prompts: Prompts,
-        texts: Sequence[str],
-        tasks: Sequence[Task],
-        reward: str,
-        model_scores: Sequence[float] = (),
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
     ) -> np.ndarray:
         """Returns the rewards of all responses, float32 [N]."""
-        return gather_scores(self._scores(prompts, texts, tasks, reward, model_scores), len(texts)).rewards
+        return gather_scores(self._scores(prompts, texts, tasks, reward, by_model), len(texts)).rewards
 
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
@@ -380,9 +369,9 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
     ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
     grpo = config.grpo
-    eval_reward = grpo.eval_reward or grpo.reward
+    eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
     functions = open_functions(grpo, stack)
-    tools, reward_model = open_tools(grpo, encoder, functions), open_reward_model(grpo, encoder)
+    tools = open_tools(grpo, encoder, functions)
 
     def read(path: str, reward: str) -> Prompts:
         room = config.data.seq_len - grpo.max_completion_length

@@ -15,8 +15,8 @@ Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 | all_tests | `tests`, `cases` | 1 if all tests pass |
 | length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
 
-`reward_model` is the score of `grpo.reward_model`, which `maxlm.rl.reward_model` computes. `package.module:function` is a
-reward of the user, see `user_reward`.
+`reward_model` is the score of `grpo.reward_model`, which `maxlm.rl.reward_model` computes.
+`package.module:function` is a reward of the user, see `user_reward`.
 """
 
 from __future__ import annotations
