@@ -21,6 +21,7 @@ from maxlm.data.loader.skipped_batches import SkippingBatches, data_index
 from maxlm.data.loader.windows import Batch, mean_segment_length
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.errors import InputError
+from maxlm.evaluation.pair_scores import PairScores
 from maxlm.evaluation.samples import Sample, Samples
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
@@ -219,7 +220,7 @@ class TextBatches(BatchSource):
         self.windows_per_epoch = corpus.training_windows
         self.tokenizer_path = corpus.first.tokenizer_path
         self._validation: Validation | None = None
-        self._samples: Samples | None = None
+        self._samples: Samples | PairScores | None = None
         self._every = 0
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
@@ -261,7 +262,10 @@ class TextBatches(BatchSource):
             return
         self._every = config.eval.interval
         self._validation = Validation(config, self.corpus, layout)
-        if config.eval.num_samples or config.eval.sample_prompts:
+        if config.train.objective == 'reward':
+            if config.eval.num_samples:
+                self._samples = PairScores(config, self.corpus, self._tokenizer, layout)
+        elif config.eval.num_samples or config.eval.sample_prompts:
             self._samples = Samples(config, self.corpus, self._tokenizer, layout)
 
     def batches(
