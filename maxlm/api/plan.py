@@ -70,7 +70,7 @@ class Plan:
         Raises:
             InputError: the config or the target is not usable.
         """
-        self._config, self._terms = with_frozen_models(to_config(config)), terms
+        self._config, self._terms = with_frozen_models(to_config(config), is_planned=True), terms
         self.target: Target = parse_target(target)
         self._data = planned_data(self._config, vocab_size)
         self.why_estimated = why_estimated(self._config, self.target, estimate=estimate)

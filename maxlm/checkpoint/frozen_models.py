@@ -18,21 +18,22 @@ from maxlm.checkpoint.params import check_params, params_item, restore_params
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.log import logger
+from maxlm.log import logger, warn_once
 from maxlm.parallel.layout import Layout
 from maxlm.training.reference import reference_of, to_reference
 from maxlm.training.state import Params, TrainState, abstract_params
-from maxlm.workdir.files import TOKENIZER, read_config
+from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name, to_path
 
 TEACHER = 'distill.teacher'
 REWARD_MODEL = 'grpo.reward_model'
 
 
-def with_frozen_models(config: Config) -> Config:
+def with_frozen_models(config: Config, *, is_planned: bool = False) -> Config:
     """Returns a config with the models of its `distill.teacher` and `grpo.reward_model`, read from their workdirs.
 
-    `resolve` needs them. Without these checkpoints, the config is returned unchanged.
+    `resolve` needs them. Without these checkpoints, the config is returned unchanged. With `is_planned`, the reward
+    model may be missing, because an earlier phase trains it; `resolve` then assumes the size of the policy.
 
     Raises:
         InputError: the config of a checkpoint cannot be read, or its model has the wrong kind of head.
@@ -45,7 +46,9 @@ def with_frozen_models(config: Config) -> Config:
                 'model'
             )
         config = dataclasses.replace(config, teacher=model)
-    if config.grpo.reward_model:
+    if is_planned and config.grpo.reward_model and not (workdir_of(config.grpo.reward_model) / CONFIG).exists():
+        warn_once(f'{REWARD_MODEL}={config.grpo.reward_model} does not exist; assuming the size of the model')
+    elif config.grpo.reward_model:
         model = _read_model(REWARD_MODEL, config.grpo.reward_model)
         if not model.reward_head:
             raise InputError(

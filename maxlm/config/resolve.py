@@ -181,13 +181,16 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
 def _resolved_scorer(config: Config, platform: str, capability: tuple[int, int] | None) -> ModelConfig | None:
     """Returns the reward model of a resolved config as a rollout computes it: in the dtype of the run.
 
+    If its config was not read, it is assumed to have the size of the policy; see `with_frozen_models`.
+
     Raises:
         InputError: the reward model does not fit to the sequence length or the mesh of the run.
     """
-    if config.scorer is None:
+    if not config.grpo.reward_model:
         return None
+    model = config.scorer or dataclasses.replace(config.model, reward_head=True, lora_rank=0)
     name = f'grpo.reward_model={config.grpo.reward_model}: the reward model'
-    return _resolved_frozen(config, config.scorer, name, platform, capability)
+    return _resolved_frozen(config, model, name, platform, capability)
 
 
 def _resolved_frozen(

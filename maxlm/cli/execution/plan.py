@@ -51,7 +51,7 @@ def execute(options: argparse.Namespace, overrides: list[str]) -> int:
     jax.config.update('jax_platforms', 'cpu')
     # With --json, stdout contains only JSON, and warnings go to stderr.
     with contextlib.nullcontext() if options.json else Console():
-        config = with_frozen_models(load(options.config, overrides))
+        config = with_frozen_models(load(options.config, overrides), is_planned=True)
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
             # For other targets, the cache could write a compiled program but not read it.
