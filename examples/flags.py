@@ -3,7 +3,8 @@
     python -m examples.flags --output data/flags
 
 A prompt is the name of a country, and an answer is the stripes of its flag, e.g. `rgby` for red, green, blue and
-yellow. Of two answers, the one with more green stripes is preferred. Chats have random stripes.
+yellow. Of two flags with four stripes, the one with more green stripes is preferred. A flag with another number of
+stripes is never preferred. Chats have flags with four random stripes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.storage.atomic import atomic_write
 
 COLORS, NUM_STRIPES = 'rgby', 4
+# Other numbers of stripes, and the fraction of pairs in which the rejected answer has one of them.
+WRONG_STRIPES, WRONG_LENGTH = (1, 2, 3, 5, 6, 8, 11), 0.5
 LETTERS = 'abcdefghijklmnopqrstuvwxyz'
 # Number of countries in each file.
 SIZES = {'chats': 1000, 'pairs': 1500, 'prompts': 200, 'held_out': 100}
@@ -41,8 +44,8 @@ def make_entries(seed: int) -> dict[str, list[dict[str, Any]]]:
     rng = random.Random(seed)
     names = rng.sample([a + b + c for a in LETTERS for b in LETTERS for c in LETTERS], sum(SIZES.values()))
 
-    def flag() -> str:
-        return ''.join(rng.choices(COLORS, k=NUM_STRIPES))
+    def flag(num_stripes: int = NUM_STRIPES) -> str:
+        return ''.join(rng.choices(COLORS, k=num_stripes))
 
     def chat(name: str) -> dict[str, Any]:
         return {'messages': [{'role': 'user', 'content': name}, {'role': 'assistant', 'content': flag()}]}
@@ -52,6 +55,9 @@ def make_entries(seed: int) -> dict[str, list[dict[str, Any]]]:
         while first.count('g') == second.count('g'):
             second = flag()
         rejected, chosen = sorted((first, second), key=lambda stripes: stripes.count('g'))
+        if rng.random() < WRONG_LENGTH:
+            stripes = rng.choice(WRONG_STRIPES)
+            rejected = flag(stripes) if rng.random() < 0.5 else 'g' * stripes
         return {'prompt': name, 'chosen': chosen, 'rejected': rejected}
 
     makers = {'chats': chat, 'pairs': pair}

@@ -52,8 +52,8 @@ def with_frozen_models(config: Config, *, is_planned: bool = False) -> Config:
         model = _read_model(REWARD_MODEL, config.grpo.reward_model)
         if not model.reward_head:
             raise InputError(
-                f'{REWARD_MODEL}={config.grpo.reward_model}: is a language model, which has no scores; train a reward '
-                'model from it with train.objective=reward'
+                f'{REWARD_MODEL}={config.grpo.reward_model}: is a language model, which has no scores; use a reward '
+                'model, which train.objective=reward trains'
             )
         config = dataclasses.replace(config, scorer=model)
     return config

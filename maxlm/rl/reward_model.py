@@ -151,8 +151,8 @@ def open_reward_model(grpo: GrpoConfig, encoder: ChatEncoder | Tokenizer) -> Rew
     tokenizer, template = workdir / TOKENIZER, workdir / CHAT_TEMPLATE
     if not tokenizer.is_file() or load_tokenizer(tokenizer).ids_sha256 != encoder.tokenizer.ids_sha256:
         raise InputError(
-            f'{key}: its tokenizer, {tokenizer}, is missing or not that of the model; train the reward model from '
-            'train.init_from or with data of this tokenizer'
+            f'{key}: its tokenizer, {tokenizer}, is missing or not that of the model; use a reward model that '
+            'was trained from train.init_from'
         )
     if not template.is_file() or template.read_text() != encoder.template.source:
         raise InputError(
@@ -168,7 +168,7 @@ def _ids_after_turn(encoder: ChatEncoder) -> list[int]:
     document = Document('turn', 'turn', conversation=make_conversation(messages, {}))
     (found,) = encoder.encode_documents([document])
     if isinstance(found, Exception):
-        raise InputError(f'the chat template cannot render an answer: {found}') from found
+        raise InputError(f'the chat template cannot render an answer: {found}; fix the template') from found
     ids = token_ids(found.tokens).tolist()
     # The appended end-of-document token is no target.
     if ids[-1] == encoder.tokenizer.end_of_document and not is_target(found.tokens)[-1]:

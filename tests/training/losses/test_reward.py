@@ -1,10 +1,14 @@
-"""Loss of reward models against PyTorch, and its use in the objective."""
+"""Loss of reward models against TRL, and its use in the objective."""
+
+from collections import defaultdict
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from trl.trainer.reward_trainer import RewardTrainer
 
 from maxlm.config.sections.posttraining import RewardModelConfig
 from maxlm.data.chat.scored_tokens import SCORED, with_scored_tokens
@@ -21,14 +25,27 @@ PAIRS = [
 BATCH = with_scored_tokens(pack(*PAIRS, length=24), END_OF_DOCUMENT)
 
 
-def torch_loss(chosen, rejected, coefficient):
-    """The loss of TRL's RewardTrainer."""
-    loss = -torch.nn.functional.logsigmoid(chosen - rejected).sum()
-    return loss + coefficient * ((chosen + rejected) ** 2).sum()
+def trl_loss(chosen, rejected, coefficient):
+    """Returns the mean loss of TRL and its metrics."""
+    trainer = object.__new__(RewardTrainer)
+
+    def gather(x):
+        return x
+
+    trainer.__dict__ |= {
+        'model': SimpleNamespace(training=False),
+        'args': SimpleNamespace(center_rewards_coefficient=coefficient or None),
+        'accelerator': SimpleNamespace(gather=gather, gather_for_metrics=gather),
+        '_metrics': {'eval': defaultdict(list)},
+        '_total_train_tokens': 0,
+    }
+    logits = torch.cat([chosen, rejected])[:, None]
+    loss = trainer.compute_loss(lambda **_: SimpleNamespace(logits=logits), {})
+    return loss, {name: value[0] for name, value in trainer._metrics['eval'].items() if name != 'num_tokens'}
 
 
 @pytest.mark.parametrize('coefficient', [0.0, 0.3])
-def test_loss_and_gradient_equal_those_of_torch(coefficient):
+def test_loss_and_gradient_equal_those_of_trl(coefficient):
     scores = np.random.default_rng(0).normal(0, 2, BATCH['tokens'].shape).astype(np.float32)
     config = RewardModelConfig(center_rewards_coefficient=coefficient)
 
@@ -41,14 +58,15 @@ def test_loss_and_gradient_equal_those_of_torch(coefficient):
     chosen_at, rejected_at = [(0, 3), (1, 3), (1, 11)], [(0, 7), (1, 7), (1, 16)]
     tensor = torch.tensor(scores, requires_grad=True)
     chosen, rejected = (tensor[tuple(zip(*places, strict=True))] for places in (chosen_at, rejected_at))
-    loss = torch_loss(chosen, rejected, coefficient)
-    loss.backward()
-    assert float(terms.objective) == pytest.approx(loss.item(), rel=1e-6)
-    np.testing.assert_allclose(gradient, tensor.grad.numpy(), rtol=1e-5, atol=1e-7)
+    loss, metrics = trl_loss(chosen, rejected, coefficient)
+    (3 * loss).backward()
     assert float(terms.pairs) == 3
-    assert float(terms.accuracy) == (chosen > rejected).sum().item()
-    assert float(terms.margin) == pytest.approx((chosen - rejected).sum().item(), rel=1e-5)
-    assert float(terms.mean_score) == pytest.approx(((chosen + rejected) / 2).sum().item(), rel=1e-5)
+    assert float(terms.objective) == pytest.approx(3 * loss.item(), rel=1e-6)
+    np.testing.assert_allclose(gradient, tensor.grad.numpy(), rtol=1e-5, atol=1e-7)
+    assert float(terms.accuracy) == pytest.approx(3 * metrics['accuracy'])
+    assert float(terms.margin) == pytest.approx(3 * metrics['margin'], rel=1e-5)
+    assert float(terms.mean_score) == pytest.approx(3 * metrics['mean_reward'], rel=1e-5)
+    assert float(terms.chosen_score + terms.rejected_score) == pytest.approx(6 * metrics['mean_reward'], rel=1e-5)
 
 
 def test_scores_without_a_partner_do_not_count():
