@@ -53,7 +53,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     )
     try:
         resolved = resolve(
-            with_frozen_models(unsharded),
+            with_frozen_models(unsharded, is_planned=True),
             platform='cpu',
             num_devices=1,
             vocab_size=vocabulary or DEFAULT_VOCAB_SIZE,

@@ -65,4 +65,4 @@ def _resolved(config: Config) -> Config:
     from maxlm.planning.machine import local_resolver, sized_config
 
     resolver = local_resolver(vocab_size=config.model.vocab_size or VOCAB_SIZE, windows=1)
-    return sized_config(with_frozen_models(config), resolver)
+    return sized_config(with_frozen_models(config, is_planned=True), resolver)
