@@ -73,7 +73,8 @@ def run(seed: int, directory: Path) -> dict[str, Any]:
 def prepare(data: Path, name: str, form: str, tokenizer: str) -> None:
     """Prepares a file of the example."""
     files = ['--input', str(data / f'{name}.jsonl'), '--output', str(data / name), f'--tokenizer={tokenizer}']
-    call('maxlm.prepare', *files, f'--format={form}', '--chat-template=chatml', '--pack-seq-len=64', '--quiet')
+    settings = ['--chat-template=chatml', '--pack-seq-len=64', '--validation-fraction=0.2']
+    call('maxlm.prepare', *files, f'--format={form}', *settings, '--quiet')
 
 
 def train(variant: str, workdir: Path, *arguments: str) -> float:

@@ -2,10 +2,11 @@
 
 Command:   python -m examples.flags --output data/flags
            maxlm prepare --input data/flags/chats.jsonl --format chat --chat-template chatml --tokenizer bytes \
-               --pack-seq-len 64 --output data/flags/chats
+               --pack-seq-len 64 --validation-fraction 0.2 --output data/flags/chats
            maxlm train --config=configs/flags.py:sft --workdir=runs/flags-sft
            maxlm prepare --input data/flags/pairs.jsonl --format preference --chat-template chatml \
-               --tokenizer runs/flags-sft/tokenizer.json --pack-seq-len 64 --output data/flags/pairs
+               --tokenizer runs/flags-sft/tokenizer.json --pack-seq-len 64 --validation-fraction 0.2 \
+               --output data/flags/pairs
            maxlm train --config=configs/flags.py:reward --workdir=runs/flags-reward
            maxlm grpo --config=configs/flags.py:rl --workdir=runs/flags-rl
 Variants:  sft · reward and rl, which start from runs/flags-sft; rl scores answers with runs/flags-reward
