@@ -10,8 +10,14 @@ Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion par
            and 7b-qlora with adapters beside kernels in 4 bits;
            7b-rl trains runs/code-7b-instruct with GRPO on programming tasks: a response is rewarded if its program can
            be parsed and passes the tests of the task;
-           smoke, smoke-long, smoke-instruct and smoke-rl: the same phases with two narrow layers, on a CPU
-Data:      CHATS.jsonl has conversations, TASKS.jsonl has prompts with `tests` (docs/posttraining.md)
+           7b-reward trains a reward model of human preferences from runs/code-7b-instruct, and 7b-human trains
+           runs/code-7b-rl with GRPO on its scores;
+           smoke, smoke-long, smoke-instruct, smoke-rl, smoke-reward and smoke-human: the same phases with two narrow
+           layers, on a CPU
+Afterward: maxlm recipe --config=configs/code.py:7b-preferences pairs=PAIRS.jsonl questions=QUESTIONS.jsonl
+           prepares PAIRS and trains 7b-reward and 7b-human; the final model is in runs/code-7b-human
+Data:      CHATS.jsonl has conversations, TASKS.jsonl has prompts with `tests`, PAIRS.jsonl has preferred and rejected
+           answers, QUESTIONS.jsonl has prompts (docs/posttraining.md)
 Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora and 7b-qlora; or a TPU pod
            slice with the same memory
 Time:      200 billion tokens, 4.2M per step; --config.train.num_tokens=N sets another length. 7b-long: 21 billion
@@ -42,10 +48,12 @@ SHAPES = {
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
 # Phases after pretraining, which need the memory-saving settings.
-PHASES = ('long', 'instruct', 'lora', 'qlora', 'rl')
+PHASES = ('long', 'instruct', 'lora', 'qlora', 'rl', 'reward', 'human')
 
 
 def get_phases(variant: str = '7b') -> list[str]:
+    if variant in ('7b-preferences', 'smoke-preferences'):
+        return preference_phases(variant.partition('-')[0])
     if variant not in (*SHAPES, '7b-32gb', 'smoke'):
         raise InputError(f'configs/code.py:{variant} has no phases; use --config=configs/code.py:7b')
     is_smoke = variant == 'smoke'
@@ -67,6 +75,16 @@ def get_phases(variant: str = '7b') -> list[str]:
     ]
 
 
+def preference_phases(shape: str) -> list[str]:
+    length = 128 if shape == 'smoke' else 4096
+    return [
+        f'prepare --format preference --input {{pairs}} --output data/code-{shape}-pairs --chat-template chatml '
+        f'--tokenizer runs/code-{shape}-instruct/tokenizer.json --pack-seq-len {length}',
+        f'train --config={{config}}:{shape}-reward',
+        f'grpo --config={{config}}:{shape}-human --config.grpo.prompts={{questions}}',
+    ]
+
+
 def get_config(variant: str = '7b') -> ConfigDict:
     shape, _, phase = variant.partition('-')
     variants = [*SHAPES, '7b-32gb', *(f'7b-{name}' for name in PHASES), 'smoke', *(f'smoke-{name}' for name in PHASES)]
@@ -78,17 +96,21 @@ def get_config(variant: str = '7b') -> ConfigDict:
         SETTINGS_80_GB[variant](config)
     if phase in PHASES:
         continue_at_long_context(config, shape)
-    if phase in ('instruct', 'lora', 'qlora', 'rl'):
+    if phase in ('instruct', 'lora', 'qlora', 'rl', 'reward', 'human'):
         follow_instructions(config, shape)
     if phase in ('lora', 'qlora'):
         with_adapters(config)
     if phase == 'qlora':
         config.model.weight_quantization = 'int4'
-    if phase == 'rl':
+    if phase == 'reward':
+        learn_preferences(config, shape)
+    if phase in ('rl', 'human'):
         learn_from_tests(config, shape)
+    if phase == 'human':
+        follow_preferences(config, shape)
     if shape == 'smoke':
         shrink(config)
-        if phase == 'rl':
+        if phase in ('rl', 'human'):
             shrink_rollouts(config)
     return config
 
@@ -232,3 +254,22 @@ def learn_from_tests(config: ConfigDict, shape: str) -> None:
     config.guard.spike_window = 0
     config.guard.max_rollbacks = 0
     config.export.at_end = True
+
+
+def learn_preferences(config: ConfigDict, shape: str) -> None:
+    """Trains a reward model for one epoch, with the batch and learning rate of "Llama 2"."""
+    config.train.objective = 'reward'
+    config.train.init_from = f'runs/code-{shape}-instruct'
+    config.train.num_epochs = 1.0
+    config.data.path = f'data/code-{shape}-pairs'
+    config.optimizer.learning_rate = 1e-5
+    config.optimizer.weight_decay = 0.0
+
+
+def follow_preferences(config: ConfigDict, shape: str) -> None:
+    """Reinforces responses with high scores of the reward model, close to the model that solves programming tasks."""
+    config.train.init_from = f'runs/code-{shape}-rl'
+    config.grpo.prompts = 'data/questions.jsonl'
+    config.grpo.reward = 'reward_model'
+    config.grpo.reward_model = f'runs/code-{shape}-reward'
+    config.grpo.kl_coef = 0.01

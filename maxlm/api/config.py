@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from maxlm.checkpoint.teacher import with_teacher
+from maxlm.checkpoint.frozen_models import with_frozen_models
 from maxlm.config import schema
 from maxlm.config.loading import load, override
 from maxlm.config.serialization import flatten, make_config
@@ -70,7 +70,7 @@ class Config(schema.Config):
             InputError: the values are inconsistent, or `train.per_device_batch_size` is `auto`.
         """
         resolver = local_resolver(vocab_size=dataset.vocab_size, windows=dataset.num_windows(self))
-        return self._of(resolver(with_teacher(self.replace({'data.path': dataset.path}))))
+        return self._of(resolver(with_frozen_models(self.replace({'data.path': dataset.path}))))
 
     @classmethod
     def _of(cls, config: schema.Config) -> Config:

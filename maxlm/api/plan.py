@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from maxlm.api.config import to_config
-from maxlm.checkpoint.teacher import with_teacher
+from maxlm.checkpoint.frozen_models import with_frozen_models
 from maxlm.config.resolve import needs_tokamax, resolve
 from maxlm.config.schema import AUTO, Config
 from maxlm.data.loader.dataset import open_training_data
@@ -71,7 +71,7 @@ class Plan:
         Raises:
             InputError: the config or the target is not usable.
         """
-        self._config, self._terms = with_teacher(to_config(config)), terms
+        self._config, self._terms = with_frozen_models(to_config(config), is_planned=True), terms
         self.target: Target = parse_target(target)
         self._data = planned_data(self._config, vocab_size)
         self.why_estimated = why_estimated(self._config, self.target, estimate=estimate)

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
-from maxlm.checkpoint.params import check_params, is_mtp, params_item, restore_params, unused_mtp
+from maxlm.checkpoint.params import HEAD, check_params, ignored_head, is_mtp, params_item, restore_params, unused_mtp
 from maxlm.checkpoint.upcycle import (
     check_upcycling,
     dense_parameters,
@@ -31,6 +31,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import CODES
+from maxlm.model.parameters import SCORE_KERNEL
 from maxlm.model.value_embedding import VALUE_TABLES
 from maxlm.storage.errors import classify_error
 from maxlm.training.optimizers.trainable import ADAPTERS
@@ -39,7 +40,7 @@ from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
 from maxlm.workdir.step_dirs import in_bucket, to_path
 
 # Parameter → its vocabulary axis.
-VOCABULARY = {'embedding': 0, 'head.kernel': 1, VALUE_TABLES: 1}
+VOCABULARY = {'embedding': 0, HEAD: 1, VALUE_TABLES: 1}
 POSITIONS = 'position_embedding'
 
 
@@ -70,27 +71,22 @@ class InitCheckpoint(NamedTuple):
 
     Attributes:
         step: directory of the step.
-        item: name of the parameter item, see `params_item`.
+        path: path of its parameter item, see `params_item`.
         stored: stored shapes, dtypes and shardings of the parameters to load.
         vocab_resize: resize of the vocabulary, or None if its size stays the same.
         tokenizer_mismatch: text for the log if the run's tokenizer neither equals nor extends the checkpoint's, or has
             another beginning or end of text; else ''.
+        load: reads the arrays of `stored` by dotted path.
         upcycled: config of the run if it has experts and the checkpoint is dense, otherwise None.
-        load: reads the arrays of `stored` by dotted path if they differ from those of the step, otherwise None.
     """
 
     step: epath.Path
-    item: str
+    path: epath.Path
     stored: Params
     vocab_resize: VocabResize | None
     tokenizer_mismatch: str
+    load: Callable[[], dict[str, jax.Array]]
     upcycled: Config | None = None
-    load: Callable[[], dict[str, jax.Array]] | None = None
-
-    @property
-    def path(self) -> epath.Path:
-        """Path of the parameter item."""
-        return self.step / self.item
 
     def missing(self, initial: Params) -> dict[str, jax.Array]:
         """Returns the freshly initialized parameters that are missing in the checkpoint, by dotted path."""
@@ -111,7 +107,7 @@ class InitCheckpoint(NamedTuple):
         Raises:
             InputError: the parameters cannot be read, or differ from the saved ones.
         """
-        loaded = self.load() if self.load else named_leaves(restore_params(self.step, self.stored, item=self.item))
+        loaded = self.load()
 
         def load_leaf(path: tuple[Any, ...], target: jax.ShapeDtypeStruct) -> jax.Array:
             name = '.'.join(map(key_name, path))
@@ -134,10 +130,10 @@ def open_init_checkpoint(
 ) -> InitCheckpoint:
     """Compares a step with the parameters of a run, without reading its arrays.
 
-    Missing adapters and modules of multi-token prediction are freshly initialized; the checkpoint's modules are ignored
-    if the config has none. The vocabulary may be smaller than the run's if the run's tokenizer extends the
-    checkpoint's. A dense checkpoint can initialize a model with experts; see `maxlm.checkpoint.upcycle`. All
-    other parameters must exist with the shapes of the config.
+    Missing adapters, modules of multi-token prediction and the head of a reward model are freshly initialized; modules
+    and an output head of the checkpoint are ignored if the config has none. The vocabulary may be smaller than the
+    run's if the run's tokenizer extends the checkpoint's. A dense checkpoint can initialize a model with experts; see
+    `maxlm.checkpoint.upcycle`. All other parameters must exist with the shapes of the config.
 
     Args:
         step: result of `find_step`.
@@ -160,7 +156,8 @@ def open_init_checkpoint(
             f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization, '
             'or train adapters with model.lora_rank and model.weight_quantization'
         )
-    has = {name: leaf for name, leaf in has.items() if name not in unused_mtp(has, wants)}
+    ignored = ignored_head(path, has, config.model)
+    has = {name: leaf for name, leaf in has.items() if name not in unused_mtp(has, wants) | ignored}
     before = read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
@@ -178,13 +175,17 @@ def open_init_checkpoint(
                     found[key] = inner
             elif vocab_resize is not None and name in VOCABULARY:
                 found[key] = _stored_table(value, has[name].shape, VOCABULARY[name])
-            elif name in has or not (key in ADAPTERS or is_mtp(name)):
+            elif name in has or not (key in ADAPTERS or is_mtp(name) or name == SCORE_KERNEL):
                 found[key] = value
         return found
 
     stored = as_stored(dense_parameters(abstract, config.model) if upcycled else abstract)
-    check_params(step, stored)
-    return InitCheckpoint(step, item, stored, vocab_resize, other_tokenizer, config if upcycled else None)
+    check_params(step, stored, ignored)
+
+    def load() -> dict[str, jax.Array]:
+        return named_leaves(restore_params(step, stored, item=item, ignored=ignored))
+
+    return InitCheckpoint(step, path, stored, vocab_resize, other_tokenizer, load, config if upcycled else None)
 
 
 def context_change_text(step: epath.Path, config: Config) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,15 +17,21 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.mtp import MTP
+from maxlm.model.parameters import SCORE_KERNEL
 from maxlm.training.state import Params
 from maxlm.workdir.step_dirs import to_path
 
+HEAD = 'head.kernel'
 # Path component of every array that is stacked over layers: [L, …].
 STACK = 'blocks'
 
 
-def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 'params') -> Params:
+def restore_params(
+    step_directory: epath.Path, abstract: Params, *, item: str = 'params', ignored: Collection[str] = ()
+) -> Params:
     """Restores the parameters of a step, sharded like `abstract`. `item` is the result of `params_item`.
+
+    The step may also contain the arrays with the names `ignored`, which are not read.
 
     Raises:
         CorruptCheckpointError: the parameters cannot be read, or differ from the saved ones.
@@ -33,8 +39,8 @@ def restore_params(step_directory: epath.Path, abstract: Params, *, item: str = 
     """
     path = to_path(step_directory) / item
     stored = checksums.read_checksums(path.parent)
-    unused = check_tree(path, abstract, stored=stored, may_have_mtp=True)
-    if unused:
+    unused = check_tree(path, abstract, stored=stored, may_have_mtp=True, ignored=ignored)
+    if any(map(is_mtp, unused)):
         log_unused_mtp(path)
     params = read_arrays(path, abstract, is_complete=not unused)
     if stored is not None:
@@ -48,6 +54,25 @@ def unused_mtp(stored: Iterable[str], expected: Iterable[str] = ()) -> set[str]:
     if any(is_mtp(name) for name in expected):
         return set()
     return {name for name in stored if is_mtp(name)}
+
+
+def ignored_head(path: Any, stored: Iterable[str], model: ModelConfig) -> frozenset[str]:
+    """Returns the stored output head that a model does not use because it is a reward model.
+
+    Args:
+        path: path of the stored parameters.
+        stored: their names.
+        model: config of the model that starts with them.
+
+    Raises:
+        InputError: the stored parameters are those of a reward model, and the model is a language model.
+    """
+    if SCORE_KERNEL in stored and not model.reward_head:
+        raise InputError(
+            f'{path}: is a reward model, which predicts no tokens; set train.init_from to a language model, or set '
+            'train.objective=reward'
+        )
+    return frozenset({HEAD} & {*stored} if model.reward_head else ())
 
 
 def is_mtp(name: str) -> bool:
@@ -72,15 +97,16 @@ def params_item(step_directory: epath.Path) -> str:
     return 'ema' if (step_directory / 'ema').is_dir() else 'params'
 
 
-def check_params(step_directory: epath.Path, abstract: Params) -> None:
-    """Compares the item `params_item` of a step with `abstract`, without reading the arrays.
+def check_params(step_directory: epath.Path, abstract: Params, ignored: Collection[str] = ()) -> None:
+    """Compares the item `params_item` of a step with `abstract`, except for the names `ignored`, without reading it.
 
     Raises:
         InputError: the item is missing, or belongs to another model.
     """
     advice = 'choose a checkpoint of this model, or configure the model of the checkpoint'
     path = to_path(step_directory) / params_item(step_directory)
-    check_tree(path, abstract, advice, stored=checksums.read_checksums(path.parent), may_have_mtp=True)
+    sums = checksums.read_checksums(path.parent)
+    check_tree(path, abstract, advice, stored=sums, may_have_mtp=True, ignored=ignored)
 
 
 def copy_params(params: Params) -> Params:
@@ -142,6 +168,7 @@ def check_tree(
     *,
     stored: Mapping[str, checksums.Sums] | None,
     may_have_mtp: bool = False,
+    ignored: Collection[str] = (),
 ) -> set[str]:
     """Compares stored names, shapes and dtypes with the expected ones. Orbax would silently cast dtypes.
 
@@ -151,9 +178,10 @@ def check_tree(
         advice: remedy at the end of the error message.
         stored: checksums of the step, if any. They distinguish corruption from another model.
         may_have_mtp: the item may contain modules of multi-token prediction that `abstract` lacks.
+        ignored: names of other arrays that the item may contain and `abstract` lacks.
 
     Returns:
-        The names of the arrays of these modules.
+        The names of the stored arrays that `abstract` lacks.
 
     Raises:
         CorruptCheckpointError: the item is missing, or its descriptions differ from the saved ones.
@@ -162,7 +190,9 @@ def check_tree(
     has, wants = descriptions(item_metadata(path)), descriptions(abstract)
     if stored is not None:
         checksums.check_descriptions(path, stored, has)
-    unused = unused_mtp(has, wants) if may_have_mtp else set()
+    unused = {*ignored} & has.keys()
+    if may_have_mtp:
+        unused |= unused_mtp(has, wants)
     for name in sorted((has.keys() | wants.keys()) - unused):
         if has.get(name) != wants.get(name):
             found = has.get(name, 'missing')

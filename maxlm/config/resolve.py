@@ -150,7 +150,11 @@ def resolve(
         raise InputError(f'optimizer.name=soap: supports one device, found {num_devices}; set optimizer.name=muon')
     check_matmul(config, platform, capability)
     check_norm_kernel(config, platform)
-    return dataclasses.replace(config, teacher=_resolved_teacher(config, platform, capability))
+    return dataclasses.replace(
+        config,
+        teacher=_resolved_teacher(config, platform, capability),
+        scorer=_resolved_scorer(config, platform, capability),
+    )
 
 
 def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int] | None) -> ModelConfig | None:
@@ -159,7 +163,7 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
     Raises:
         InputError: the teacher does not fit to the vocabulary, the sequence length or the mesh of the run.
     """
-    assert bool(config.distill.teacher) == (config.teacher is not None), 'see `maxlm.checkpoint.teacher.with_teacher`'
+    assert bool(config.distill.teacher) == (config.teacher is not None), 'see `with_frozen_models`'
     if config.distill.logits_dir and not config.distill.top_k:
         raise InputError(
             f'distill.top_k=0 with distill.logits_dir={config.distill.logits_dir}: set it to the number of stored '
@@ -167,9 +171,38 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         )
     if config.teacher is None:
         return None
-    key, seq_len = f'distill.teacher={config.distill.teacher}', config.data.seq_len
-    teacher = dataclasses.replace(
-        config.teacher,
+    key, teacher = f'distill.teacher={config.distill.teacher}', config.teacher
+    if teacher.weight_quantization == 'float' and teacher.vocab_size != config.model.vocab_size:
+        raise InputError(
+            f'{key}: the teacher has model.vocab_size={teacher.vocab_size}, but the student has '
+            f'{config.model.vocab_size}; set model.vocab_size={teacher.vocab_size}, or choose a teacher with the same '
+            'tokenizer'
+        )
+    return _resolved_frozen(config, teacher, f'{key}: the teacher', platform, capability)
+
+
+def _resolved_scorer(config: Config, platform: str, capability: tuple[int, int] | None) -> ModelConfig | None:
+    """Returns the reward model of a resolved config as a rollout computes it: in the dtype of the run.
+
+    If its config was not read, it is assumed to have the size of the policy; see `with_frozen_models`.
+
+    Raises:
+        InputError: the reward model does not fit to the sequence length or the mesh of the run.
+    """
+    if not config.grpo.reward_model:
+        return None
+    model = config.scorer or dataclasses.replace(config.model, reward_head=True, lora_rank=0)
+    name = f'grpo.reward_model={config.grpo.reward_model}: the reward model'
+    return _resolved_frozen(config, model, name, platform, capability)
+
+
+def _resolved_frozen(
+    config: Config, model: ModelConfig, name: str, platform: str, capability: tuple[int, int] | None
+) -> ModelConfig:
+    """Returns the model of another checkpoint, which the run does not train, in the dtype of the run."""
+    seq_len = config.data.seq_len
+    model = dataclasses.replace(
+        model,
         dtype=config.model.dtype,
         attention='auto',
         norm_kernel='xla',
@@ -178,26 +211,20 @@ def _resolved_teacher(config: Config, platform: str, capability: tuple[int, int]
         dropout=0.0,
         mtp_depth=0,
     )
-    if teacher.weight_quantization != 'float':
-        raise InputError(f'{key}: the teacher is quantized; choose the checkpoint before quantization')
-    if teacher.vocab_size != config.model.vocab_size:
+    if model.weight_quantization != 'float':
+        raise InputError(f'{name} is quantized; choose the checkpoint before quantization')
+    if model.position_embedding == 'learned' and model.max_positions < seq_len:
         raise InputError(
-            f'{key}: the teacher has model.vocab_size={teacher.vocab_size}, but the student has '
-            f'{config.model.vocab_size}; set model.vocab_size={teacher.vocab_size}, or choose a teacher with the same '
-            'tokenizer'
+            f'{name} has learned positions for {model.max_positions} tokens, but data.seq_len={seq_len}; '
+            f'set data.seq_len={model.max_positions} or less'
         )
-    if teacher.position_embedding == 'learned' and teacher.max_positions < seq_len:
-        raise InputError(
-            f'{key}: the teacher has learned positions for {teacher.max_positions} tokens, but data.seq_len={seq_len}; '
-            f'set data.seq_len={teacher.max_positions} or less'
-        )
-    alone = dataclasses.replace(config, model=teacher, teacher=None)
-    teacher = dataclasses.replace(teacher, attention=attention_kernel(alone, platform, capability))
+    alone = dataclasses.replace(config, model=model, teacher=None, scorer=None)
+    model = dataclasses.replace(model, attention=attention_kernel(alone, platform, capability))
     try:
         check_layout(alone)
     except InputError as error:
-        raise InputError(f'{key}: {error}') from error
-    return teacher
+        raise InputError(f'{name}: {error}') from error
+    return model
 
 
 def resolve_on(
@@ -256,9 +283,11 @@ def config_for_model(model: Mapping[str, Any], source: str) -> Config:
         values.model[key] = value
     values.data.seq_len = min(_WINDOW, model['max_positions'])
     values.train.update(num_steps=1, global_batch_size=1)
+    if values.model.reward_head:
+        values.train.objective = 'reward'
     try:
         config = build(values)
         resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)
     except InputError as error:
         raise InputError(f'{source}: {error}') from error
-    return dataclasses.replace(config, model=resolved.model, train=TrainConfig())
+    return dataclasses.replace(config, model=resolved.model, train=TrainConfig(objective=config.train.objective))

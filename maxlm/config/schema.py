@@ -13,7 +13,7 @@ from maxlm.config.sections.distill import DistillConfig
 from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.monitoring import AlertsConfig, EvalConfig, MetricsConfig, ProfileConfig
 from maxlm.config.sections.optimizer import GuardConfig, OptimizerConfig
-from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
+from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig, RewardModelConfig
 from maxlm.config.sections.ranges import INT32, Range, Seed, Steps, StepsFrom1, Weight
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathOption
 
@@ -151,9 +151,9 @@ class TrainConfig:
     # Weight of the mean cross-entropy of the model.mtp_depth additional tokens. DeepSeek-V3 starts with 0.3 and ends
     # with 0.1.
     mtp_loss_weight: Annotated[float, Range(0, 1000, above=True)] = 0.3
-    # Training objective. next_token: cross-entropy; dpo: pairs of answers (section dpo); grpo: rewards of responses
-    # (section grpo, for maxlm grpo).
-    objective: Literal['next_token', 'dpo', 'grpo'] = 'next_token'
+    # Training objective. next_token: cross-entropy; dpo: pairs of answers (section dpo); reward: a reward model from
+    # pairs of answers (section reward_model); grpo: rewards of responses (section grpo, for maxlm grpo).
+    objective: Literal['next_token', 'dpo', 'reward', 'grpo'] = 'next_token'
     # Loss of your own for the next token, a function (logits, targets) → loss of each target; '' = cross-entropy.
     # Evaluation always computes the cross-entropy.
     loss: Literal[''] | FunctionName = ''
@@ -275,20 +275,29 @@ class Config:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     dpo: DpoConfig = dataclasses.field(default_factory=DpoConfig)
+    reward_model: RewardModelConfig = dataclasses.field(default_factory=RewardModelConfig)
     grpo: GrpoConfig = dataclasses.field(default_factory=GrpoConfig)
     alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
     guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
-    # Model of distill.teacher, which is no section: `maxlm.checkpoint.teacher` reads it from the teacher's config.
+    # Models of distill.teacher and grpo.reward_model, which are no sections: `maxlm.checkpoint.frozen_models` reads
+    # them from the configs of these checkpoints.
     teacher: ModelConfig | None = None
+    scorer: ModelConfig | None = None
 
     @property
     def of_teacher(self) -> Config:
         """Returns the config with the model of the teacher in place of its own (resolved configs only)."""
         assert self.teacher is not None
         return dataclasses.replace(self, model=self.teacher, teacher=None)
+
+    @property
+    def of_scorer(self) -> Config:
+        """Returns the config with the reward model in place of its own model (resolved configs only)."""
+        assert self.scorer is not None
+        return dataclasses.replace(self, model=self.scorer, scorer=None)
 
     @property
     def has_reference(self) -> bool:
@@ -377,7 +386,9 @@ class Config:
         return self.accumulation if self.mesh.stage == 1 else 1
 
 
+# Fields of `Config` that are no sections.
+MODELS = ('teacher', 'scorer')
 # The class of each section, which is the default factory of its field.
 SECTIONS: dict[str, Any] = {
-    field.name: field.default_factory for field in dataclasses.fields(Config) if field.name != 'teacher'
+    field.name: field.default_factory for field in dataclasses.fields(Config) if field.name not in MODELS
 }

@@ -12,7 +12,7 @@ from maxlm.config.schema import SECTIONS, Config, DataConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.validation_architecture import check_architecture, check_experts, check_mtp
 from maxlm.config.validation_optimizer import check_optimizer_keys, check_transfer
-from maxlm.config.validation_rl import check_adapters, check_distill, check_dpo, check_trained
+from maxlm.config.validation_rl import check_adapters, check_distill, check_dpo, check_reward, check_trained
 from maxlm.errors import InputError
 
 # Exactly one key of each group must be set.
@@ -82,6 +82,7 @@ def validate(config: Config) -> None:
     _check_sources_schedule(data)
     _check_context_schedule(data)
     check_dpo(config)
+    check_reward(config)
     _check_loss(config)
     check_trained(config)
     check_mtp(config)

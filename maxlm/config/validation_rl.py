@@ -1,4 +1,4 @@
-"""Validates and completes the config keys of post-training: LoRA, frozen parameters, distillation, DPO and GRPO."""
+"""Validates and completes the config keys of post-training: LoRA, distillation, DPO, reward models and GRPO."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from fnmatch import fnmatchcase
 
-from maxlm.config.schema import Config, ModelConfig
+from maxlm.config.schema import Config, DataConfig, ModelConfig
 from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.config.user_function import is_function_name
@@ -65,18 +65,50 @@ def check_dpo(config: Config) -> None:
                 f'dpo.{key}={weight} has no effect with dpo.loss_type={dpo.loss_type}; set it to 1, or set '
                 'dpo.loss_type=kto'
             )
-    if config.train.objective != 'dpo':
-        return
+    if config.train.objective == 'dpo':
+        _check_pairs(data, 'dpo')
+
+
+def _check_pairs(data: DataConfig, objective: str) -> None:
     if not data.document_mask:
         raise InputError(
-            'data.document_mask=False with train.objective=dpo: the responses of a pair would attend to each other; '
-            'set data.document_mask=True'
+            f'data.document_mask=False with train.objective={objective}: the responses of a pair would attend to each '
+            'other; set data.document_mask=True'
         )
     if data.seq_len_schedule:
         raise InputError(
-            f'data.seq_len_schedule={data.seq_len_schedule} with train.objective=dpo: shorter sequences would split '
-            'the responses of a pair; set data.seq_len_schedule=()'
+            f'data.seq_len_schedule={data.seq_len_schedule} with train.objective={objective}: shorter sequences would '
+            'split the responses of a pair; set data.seq_len_schedule=()'
         )
+
+
+def check_reward(config: Config) -> None:
+    """Checks that a model with the head of a reward model is trained as one, and that other keys do not need tokens.
+
+    Raises:
+        InputError: some keys are inconsistent.
+    """
+    objective = config.train.objective
+    if objective != 'reward':
+        if config.model.reward_head:
+            raise InputError(
+                f'model.reward_head=True with train.objective={objective}: a reward model predicts no tokens; set '
+                'model.reward_head=False, or train.objective=reward'
+            )
+        return
+    _check_pairs(config.data, objective)
+    for key, value in (('eval.sample_prompts', config.eval.sample_prompts), ('eval.tasks', config.eval.tasks)):
+        if value:
+            raise InputError(
+                f'{key}={value!r} with train.objective=reward: a reward model generates no text; set {key}=()'
+            )
+
+
+def with_reward_head(config: Config) -> Config:
+    """Returns the config of a run that trains a reward model with the head of one, and other configs unchanged."""
+    if config.train.objective != 'reward':
+        return config
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, reward_head=True))
 
 
 def check_trained(config: Config) -> None:

@@ -17,8 +17,8 @@ from maxlm.config.schema import Config
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.parallel.layout import Layout
 from maxlm.training.batch import Batch
+from maxlm.training.forward import make_log_probs
 from maxlm.training.gradients import split_micro_batches
-from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import Params
 
 if TYPE_CHECKING:

@@ -54,7 +54,9 @@ class Validation:
         """
         self._layout, self._global_batch = layout, config.train.global_batch_size
         rows = layout.local_rows(self._global_batch)
-        self._batches = corpus.validation_batches(self._global_batch, config.eval.num_batches, rows)
+        self._batches = corpus.validation_batches(
+            self._global_batch, config.eval.num_batches, rows, with_scored=config.train.objective == 'reward'
+        )
         # Replicated, because every process reads the sums.
         self._step = jax.jit(
             make_eval_step(config, layout, len(corpus.names)),

@@ -26,6 +26,7 @@ from maxlm.huggingface.architectures.architecture import (
 )
 from maxlm.huggingface.architectures.dense import GEMMA3, QWEN2, SMOLLM3
 from maxlm.huggingface.architectures.experts import DEEPSEEK_V2
+from maxlm.huggingface.architectures.reward_models import class_name_of, is_reward_model, label_keys
 from maxlm.huggingface.architectures.table import ARCHITECTURES, DEFAULT_ARCHITECTURES
 from maxlm.huggingface.config_fields import Fields, display_value
 from maxlm.huggingface.numbers import NUMBERS
@@ -104,6 +105,7 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
     """
     if architecture != AUTO:
         row = ARCHITECTURES[architecture]
+        class_name_of(row, model)
         missing = unsupported_settings(model, row)
         if missing:
             raise InputError(
@@ -123,6 +125,7 @@ def choose_architecture(model: ModelConfig, architecture: str = AUTO) -> Archite
             f'{", ".join(missing)}: none of {others} and {DEFAULT_ARCHITECTURES[-1].title} can express this model; '
             f'{row.title} is the closest{hint}'
         )
+    class_name_of(row, model)
     return row
 
 
@@ -155,7 +158,8 @@ def to_config(model: ModelConfig, architecture: str = AUTO) -> dict[str, Any]:
         InputError: as `choose_architecture`.
     """
     row = choose_architecture(model, architecture)
-    config: dict[str, Any] = {'architectures': [row.class_name], 'model_type': row.model_type}
+    config: dict[str, Any] = {'architectures': [class_name_of(row, model)], 'model_type': row.model_type}
+    config |= label_keys(model)
     keys = {**row.keys, **(row.expert_keys if model.num_experts else {})}
     config |= {hf_key: getattr(model, key) for key, (hf_key, _) in keys.items()}
     config |= {row.keys[key][0]: getattr(model, key) or None for key in _CAPS if key in row.keys}
@@ -186,6 +190,7 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     for key in _IDS:
         fields.check_ids(key, may_be_list=key == 'eos_token_id')
     model: dict[str, Any] = {'family': row.family, **row.fixed_settings, **_biases(fields, row)}
+    model['reward_head'] = is_reward_model(fields)
     keys = dict(row.keys)
     if _has_experts(fields, row):
         keys |= row.expert_keys

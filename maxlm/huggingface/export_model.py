@@ -15,6 +15,7 @@ from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.dense import QWEN2
+from maxlm.huggingface.architectures.reward_models import class_name_of, padded_for_scores
 from maxlm.huggingface.config_conversion import AUTO, choose_architecture
 from maxlm.huggingface.model_card import NAME as CARD
 from maxlm.huggingface.model_card import model_card
@@ -98,6 +99,7 @@ def export_model(
         )
     step = int(step_directory.name)
     settings = export_config(original, config.model, row, ids=text.ids, dtype=dtype, is_trained=step > 0)
+    settings = padded_for_scores(config.model, settings)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     if with_mtp:
         by_name = {tensor.name: tensor for tensor in rows}
@@ -128,7 +130,7 @@ def export_model(
         write_tensors(
             partial, entries, dtype=dtype, max_shard_size=max_shard_size, on_written=lambda name: bar.update()
         )
-    return Exported(directory, row.class_name, parameters, size, dtype)
+    return Exported(directory, class_name_of(row, config.model), parameters, size, dtype)
 
 
 def _tensor_maker(read: Callable[[str, int | None], np.ndarray], tensor: Tensor) -> Callable[[], np.ndarray]:

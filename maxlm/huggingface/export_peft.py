@@ -29,6 +29,7 @@ from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import is_of_experts
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import GPT2
+from maxlm.huggingface.architectures.reward_models import check_language_model
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.state_dict import Tensor, tensors
 from maxlm.huggingface.tensors.safetensors_io import SINGLE, TensorEntry, entry_bytes, write_tensors
@@ -76,6 +77,7 @@ def export_adapter(checkpoint: str, output: str, *, base: str, architecture: str
     source = Path(step_directory.parent.parent)
     config = read_config(source)
     model = config.model
+    check_language_model(model, 'an export of adapters')
     if not model.lora_rank:
         raise InputError(
             f'--checkpoint={checkpoint}: model.lora_rank=0 in {source / CONFIG} (no adapters); use a run with adapters'

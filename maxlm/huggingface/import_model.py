@@ -19,6 +19,7 @@ from maxlm.config.schema import Config
 from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.model_files import read_json_object
 from maxlm.errors import InputError
+from maxlm.huggingface.architectures.reward_models import class_name_of
 from maxlm.huggingface.architectures.table import ARCHITECTURES
 from maxlm.huggingface.config_conversion import check_supported, from_config
 from maxlm.huggingface.config_fields import Fields
@@ -96,7 +97,7 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     original = json.dumps(kept_config(values, directory), indent=2).encode()
     arrays = streamed_arrays(files, rows, names)
     parameters = write_workdir(workdir, config, {HF_CONFIG: original, **text.files}, arrays, show=show)
-    return Imported(workdir, ARCHITECTURES[architecture].class_name, parameters, text.described)
+    return Imported(workdir, class_name_of(ARCHITECTURES[architecture], model), parameters, text.described)
 
 
 def write_workdir(

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import maxlm
-from maxlm.config.schema import AlertsConfig, Config, ModelConfig
+from maxlm.config.schema import MODELS, AlertsConfig, Config, ModelConfig
 from maxlm.config.serialization import as_dict
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.text_boundaries import describe_boundaries
@@ -16,6 +16,7 @@ from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.formatting import format_si
 from maxlm.huggingface.architectures.architecture import NANOCHAT, Architecture
+from maxlm.huggingface.architectures.reward_models import class_name_of
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.files import TOKENIZER
 
@@ -45,16 +46,20 @@ def model_card(
     Raises:
         InputError: metrics.jsonl is corrupt.
     """
+    kind = 'reward' if config.model.reward_head else 'language'
+    class_name = class_name_of(architecture, config.model)
     parts = [
-        _front_matter(architecture, base),
+        _front_matter(architecture, config.model, base),
         f'# {name}\n',
-        f'A language model of {format_si(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported '
-        f'for Transformers as `{architecture.class_name}`.\n'
+        f'A {kind} model of {format_si(parameters)} parameters, trained with maxlm {maxlm.__version__} and exported '
+        f'for Transformers as `{class_name}`.\n'
         if step
-        else f'A language model of {format_si(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
-        f'Transformers as `{architecture.class_name}`; its workdir contains no training run.\n',
+        else f'A {kind} model of {format_si(parameters)} parameters, exported from maxlm {maxlm.__version__} for '
+        f'Transformers as `{class_name}`; its workdir contains no training run.\n',
         '## Use\n',
-        _usage(name, architecture, (workdir / TOKENIZER).is_file()),
+        _reward_usage(name)
+        if config.model.reward_head
+        else _usage(name, architecture, (workdir / TOKENIZER).is_file()),
         '## Model\n',
         _table(
             {'parameters': f'{parameters:,}', 'weights': dtype, **_model_rows(config.model), **_token_rows(workdir)}
@@ -71,10 +76,11 @@ def model_card(
     return '\n'.join(parts) + '\n'
 
 
-def _front_matter(architecture: Architecture, base: str) -> str:
+def _front_matter(architecture: Architecture, model: ModelConfig, base: str) -> str:
+    task = 'text-classification' if model.reward_head else 'text-generation'
     based_on = f'base_model: {base}\n' if base else ''
     tags = ''.join(f'- {tag}\n' for tag in ('maxlm', 'jax', architecture.model_type))
-    return f'---\nlibrary_name: transformers\npipeline_tag: text-generation\n{based_on}tags:\n{tags}---\n'
+    return f'---\nlibrary_name: transformers\npipeline_tag: {task}\n{based_on}tags:\n{tags}---\n'
 
 
 def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
@@ -90,6 +96,24 @@ def _usage(name: str, architecture: Architecture, has_tokenizer: bool) -> str:
     if architecture is NANOCHAT:
         return '\n'.join([*lines, 'It requires Transformers 5 or later.', ''])
     return '\n'.join([*lines, 'With vLLM:', '', '```', f'vllm serve {name}', '```', ''])
+
+
+def _reward_usage(name: str) -> str:
+    lines = [
+        '```python',
+        'from transformers import AutoModelForSequenceClassification, AutoTokenizer',
+        '',
+        f"model = AutoModelForSequenceClassification.from_pretrained('{name}')",
+        f"tokenizer = AutoTokenizer.from_pretrained('{name}')",
+        "messages = [{'role': 'user', 'content': 'Hello'}, {'role': 'assistant', 'content': 'Hello!'}]",
+        "inputs = tokenizer.apply_chat_template(messages, return_tensors='pt', return_dict=True)",
+        'print(model(**inputs).logits[0, 0])',
+        '```',
+        '',
+        'The higher of the scores of two answers to the same prompt is that of the preferred answer.',
+        '',
+    ]
+    return '\n'.join(lines)
 
 
 def _model_rows(model: ModelConfig) -> dict[str, str]:
@@ -168,12 +192,12 @@ def _changed_settings(config: Config) -> dict[str, dict[str, object]]:
     values['alerts'] = dataclasses.asdict(AlertsConfig())
     values['data']['sources'] = [(Path(entry).name, weight) for entry, weight in config.data.sources]
     paths = (('data', 'path'), ('data', 'cache_dir'), ('train', 'init_from'), ('export', 'to'))
-    for section, key in (*paths, ('distill', 'teacher'), ('distill', 'logits_dir')):
+    for section, key in (*paths, ('distill', 'teacher'), ('distill', 'logits_dir'), ('grpo', 'reward_model')):
         values[section][key] = Path(values[section][key]).name
     changed: dict[str, dict[str, object]] = {}
     for section, defaults in dataclasses.asdict(Config()).items():
         # The architecture's keys have no defaults of their own; the table of the model lists them.
-        if section != 'teacher':
+        if section not in MODELS:
             found = {key: value for key, value in values[section].items() if value != defaults[key]}
             changed |= {section: found} if found else {}
     return changed

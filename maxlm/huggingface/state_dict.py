@@ -106,11 +106,10 @@ def tensors(architecture: str, model: ModelConfig) -> list[Tensor]:
     prefix = PREFIXES[architecture]
     all_tensors = [*(row.tensor(None) for row in specs_before), *layers, *(row.tensor(None) for row in specs_after)]
     all_tensors = [tensor._replace(name=prefix + tensor.name) for tensor in all_tensors]
-    if not model.tie_embeddings:
-        name = HEADS.get(architecture, 'lm_head.weight')
-        all_tensors.append(
-            _TensorSpec(name, ('head.kernel',), _transposed((model.dim,), (model.vocab_size,))).tensor(None)
-        )
+    if model.reward_head or not model.tie_embeddings:
+        head = HEADS.get(architecture, 'lm_head.weight')
+        name, source = ('score.weight', 'score.kernel') if model.reward_head else (head, 'head.kernel')
+        all_tensors.append(_TensorSpec(name, (source,), _transposed((model.dim,), (model.num_outputs,))).tensor(None))
     return all_tensors
 
 

@@ -79,6 +79,11 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     saved_config = read_config(workdir)
     # Programs of the cache run when they are loaded, so a checkpoint from elsewhere must not choose the directory.
     enable_compilation_cache(TrainConfig().compilation_cache_dir if saved_config.train.compilation_cache_dir else '')
+    if saved_config.model.reward_head:
+        raise InputError(
+            f'--checkpoint={checkpoint}: is a reward model, which scores conversations and generates no text; use it '
+            'with grpo.reward_model, or export it with maxlm hf export'
+        )
     saved_config = dataclasses.replace(saved_config, model=without_mtp(saved_config.model))
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():

@@ -32,8 +32,8 @@ from maxlm.errors import InputError
 from maxlm.inference.load import LoadedModel
 from maxlm.log import progress_bar
 from maxlm.storage.atomic import atomic_write, check_space, new_file
+from maxlm.training.forward import make_forward
 from maxlm.training.losses.distillation import StoredOutputs, top_k_log_probs
-from maxlm.training.objectives import make_forward
 
 
 class StoredPass(NamedTuple):

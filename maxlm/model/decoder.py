@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
             partitioning=partitioning,
             rngs=rngs,
         )
-        self.head = None if config.tie_embeddings else untied
+        self.head = None if config.tie_embeddings or config.reward_head else untied
 
         def make_mtp(rngs: nnx.Rngs) -> MtpModule:
             return MtpModule(config, partitioning=partitioning, rngs=rngs)
@@ -84,6 +84,21 @@ class Decoder(nnx.Module):
         self.residual_scales, self.embedding_scales = of_stream.residual_scales, of_stream.embedding_scales
         self.smear_gate, self.smear_scale = of_stream.smear_gate, of_stream.smear_scale
         self.backout_scale = of_stream.backout_scale
+
+        def make_score() -> Linear:
+            return Linear(
+                (D,),
+                (1,),
+                in_axes=('embed',),
+                out_axes=('activation',),
+                init=init.head,
+                use_bias=False,
+                matmul='default',
+                partitioning=partitioning,
+                rngs=rngs,
+            )
+
+        self.score = make_score() if config.reward_head else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -190,7 +205,8 @@ class Decoder(nnx.Module):
                 )
                 router = jax.tree.map(lambda leaf: leaf[None], router)
         hidden_BTD = self.final_norm(without_backout(stream, self.backout_scale))
-        return hidden_BTD if config.logits_scaling == 1 else hidden_BTD / config.logits_scaling, cache, router
+        is_scaled = config.logits_scaling != 1 and self.score is None
+        return hidden_BTD / config.logits_scaling if is_scaled else hidden_BTD, cache, router
 
     def mtp_hidden(
         self,
@@ -220,6 +236,12 @@ class Decoder(nnx.Module):
         assert not self.is_transposed, 'transposed kernels are for `logits`'
         kernel: jax.Array = self.embedding[...].T if self.head is None else self.head.kernel[...]
         return kernel
+
+    def scores(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Returns the scores of a reward model at each token, [B, T] in float32."""
+        assert self.score is not None, 'only a model with model.reward_head has scores'
+        kernel_D = self.partitioning.gathered(self.score.kernel[...], ('embed', 'activation'))[:, 0]
+        return jnp.einsum('BTD,D->BT', hidden_BTD.astype(jnp.float32), kernel_D, precision=jax.lax.Precision.HIGHEST)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Returns the logits of the next token, [B, T, V] in float32."""

@@ -23,6 +23,9 @@ from maxlm.model.value_embedding import VALUE_GATES, VALUE_TABLES
 
 # Kinds of parameters that are matrices or tables.
 MATRICES = ('table', 'head', 'matrix', 'router')
+# Module of the head of a reward model, and its parameter.
+SCORE = 'score'
+SCORE_KERNEL = f'{SCORE}.kernel'
 # Axes of the number of layers or experts, which precede the axes of a parameter.
 STACKS = ('layers', 'dense_layers', 'experts')
 
@@ -60,7 +63,7 @@ class Tables(NamedTuple):
     Attributes:
         tokens: elements of the token embedding.
         positions: elements of learned positions.
-        head: elements of a separate head; 0 if the token embedding is the head.
+        head: elements of a separate head or the head of a reward model; 0 if the token embedding is the head.
         values: elements of all tables of value embeddings.
     """
 
@@ -105,8 +108,8 @@ def block_parameters(model: ModelConfig) -> int:
 def tables(model: ModelConfig) -> Tables:
     """Returns the table sizes of a resolved model."""
     sizes = {weight.name: weight.size for weight in weights(model) if weight.kind in ('table', 'head')}
-    others = (sizes.get(name, 0) for name in ('position_embedding', 'head.kernel', VALUE_TABLES))
-    return Tables(sizes['embedding'], *others)
+    head = sizes.get(SCORE_KERNEL, 0) or sizes.get('head.kernel', 0)
+    return Tables(sizes['embedding'], sizes.get('position_embedding', 0), head, sizes.get(VALUE_TABLES, 0))
 
 
 def value_elements(model: ModelConfig) -> int:
@@ -214,7 +217,7 @@ def kind_of_names(path: tuple[str, ...]) -> str:
         raise InputError(f'parameter {".".join(path)}: rename it to kernel (a matrix), scale or bias (a vector)')
     if ROUTER in modules:
         return 'router'
-    return 'head' if 'head' in modules else 'matrix'
+    return 'head' if 'head' in modules or modules == [SCORE] else 'matrix'
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -244,8 +244,9 @@ def compiled_work(config: Config, formula: Work, program: Program) -> Work:
 
 def _overflowing(estimated: Forecast, needed: int, available: int) -> Forecast:
     """Returns the estimate with the compiler's total; the difference is counted as temporary memory."""
-    # The compiler knows nothing of the copy for replays.
-    known = estimated.memory.total - estimated.memory.temporary - estimated.memory.replay
+    # The compiler knows nothing of the copy for replays and of the reward model of rollouts.
+    outside = estimated.memory.replay + estimated.memory.reward_model
+    known = estimated.memory.total - estimated.memory.temporary - outside
     rest = needed - known
     memory = estimated.memory._replace(temporary=max(0, rest), is_estimate=False)
     return estimated._replace(memory=memory, available=min(estimated.available, available))

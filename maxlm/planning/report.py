@@ -19,7 +19,7 @@ from maxlm.planning.explain import program_warnings
 from maxlm.planning.forecast import Forecast, faster_dtype
 from maxlm.planning.search import Override
 
-KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch', 'replay')
+KINDS = ('parameters', 'moments', 'average', 'gradients', 'activations', 'temporary', 'batch', 'replay', 'reward_model')
 
 
 def cost_of(forecast: Forecast, terms: PricingTerms) -> Cost:

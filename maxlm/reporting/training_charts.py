@@ -23,16 +23,18 @@ class _Metric(NamedTuple):
 
 
 _METRICS = (
-    # Metrics of GRPO and DPO runs.
+    # Metrics of GRPO, DPO and reward models.
     _Metric('rollout/reward', 'Reward', 'mean over responses'),
     _Metric('eval/accuracy', 'Accuracy', '% of held-out prompts', factor=100, scale='zero', smooth=False),
     _Metric(
         'eval/rewards/accuracies', 'Accuracy', '% of held-out pairs or answers', factor=100, scale='zero', smooth=False
     ),
+    _Metric('eval/reward', 'Reward of greedy answers', 'mean over held-out prompts', smooth=False),
     _Metric('rollout/mean_length', 'Response length', 'tokens', scale='zero'),
     _Metric('train/entropy', 'Entropy', 'nats per sampled token', scale='zero'),
     _Metric('train/kl', 'KL divergence from the initial model', 'nats per token', scale='zero'),
     _Metric('train/rewards/margins', 'Reward margin', 'chosen minus rejected'),
+    _Metric('train/rewards/mean', 'Score', 'mean over both answers of a pair'),
     _Metric('train/max_expert_load', 'Expert load', 'largest divided by mean', scale='zero'),
     _Metric('train/router_entropy', 'Router entropy', 'nats', scale='zero'),
     _Metric('train/dropped_tokens', 'Dropped selections', '% beyond the capacity of experts', factor=100, scale='zero'),

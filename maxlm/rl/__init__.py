@@ -1,1 +1,1 @@
-"""GRPO rollouts: generates responses, which may call tools, and makes training batches of them."""
+"""GRPO rollouts: generates responses, which may call tools, scores them, and makes training batches of them."""

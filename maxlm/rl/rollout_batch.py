@@ -18,8 +18,8 @@ from maxlm.parallel.layout import Layout
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
 from maxlm.training.batch import BATCH_TYPES
+from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.grpo import advantages, token_weights
-from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import Params
 from maxlm.training.update import working_params
 

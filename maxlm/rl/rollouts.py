@@ -38,9 +38,10 @@ from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
+from maxlm.rl.reward_model import RewardModel, open_reward_model
 from maxlm.rl.rewards.open_functions import open_functions
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
-from maxlm.rl.rewards.rewards import Task, UserRewardError
+from maxlm.rl.rewards.rewards import Task, UserRewardError, parse_reward
 from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
 from maxlm.rl.rollout_generator import Responses, Sampler
@@ -73,6 +74,7 @@ class RolloutBatches(BatchSource):
         tokenizer_path: Path,
         ends: Sequence[int],
         tools: ToolEnvironment | None = None,
+        reward_model: RewardModel | None = None,
     ):
         """
         Args:
@@ -83,10 +85,11 @@ class RolloutBatches(BatchSource):
             tokenizer_path: path of the model's tokenizer.
             ends: token ids that end a response.
             tools: tools that the model may call.
+            reward_model: reward model of `grpo.reward_model`.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
-        self._scorer = scorer
+        self._scorer, self._reward_model = scorer, reward_model
         self.tokenizer_path = tokenizer_path
         self.tokenizer = Tokenizer.load(tokenizer_path)
         self._ends, self._tools = tuple(ends), tools
@@ -116,6 +119,7 @@ class RolloutBatches(BatchSource):
             'global_batch': config.train.global_batch_size,
             'order': VERSION,
             **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
+            **({'grpo.reward_model': self._reward_model.checksum} if self._reward_model else {}),
         }
 
     def source_descriptions(self) -> list[dict[str, Any]]:
@@ -140,6 +144,8 @@ class RolloutBatches(BatchSource):
             max_tokens=self._grpo.max_completion_length,
             gather_once=self._grpo.gather_params_for_generation,
         )
+        if self._reward_model is not None:
+            self._reward_model.open(config, layout)
         if config.has_proximal:
             self._proximal = make_proximal(config, layout)
         if self._tools is not None:
@@ -198,18 +204,21 @@ class RolloutBatches(BatchSource):
         self._next = rollout if grpo.async_rollouts else None
         responses = rollout.responses
         drawn = time.perf_counter()
+        ids = [self._prompts.ids[index] for index in each]
+        # Before the thread starts, because all processes must run the programs of the devices in the same order.
+        model_scores = self._model_scores(ids, responses, grpo.reward)
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
             has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
             following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
-            texts = self._texts(responses)
-            scores = self._scores(self._prompts, texts, [self._prompts.tasks[index] for index in each], grpo.reward)
+            texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
+            scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores)
             scored = time.perf_counter()
             if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
                 wait([following])
             scores = gather_scores(scores, rows)
             rewards_N = scores.rewards
-            batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
+            batch = response_batch(config, ids, responses, rewards_N)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
         trained, self._next = following.result()
@@ -257,23 +266,28 @@ class RolloutBatches(BatchSource):
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        rewards_N = self._rewards(prompts, texts, tasks, reward)
-        parts = {'accuracy': accuracy(rewards_N), 'length': float(likeliest.num_B.mean())}
-        tokens = likeliest.drawn
+        model_scores = self._model_scores(prompts.ids[:num], likeliest, reward)
+        rewards_N = self._rewards(prompts, texts, tasks, reward, model_scores)
+        # A score of a reward model does not say whether a response is correct.
+        parts = {'reward': float(rewards_N.mean())} if len(model_scores) else {'accuracy': accuracy(rewards_N)}
+        parts, tokens = {**parts, 'length': float(likeliest.num_B.mean())}, likeliest.drawn
         if samples := grpo.eval_num_generations:
             # A fixed seed, so that evaluations differ only because of the model.
             drawn = sampler(
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward)
+            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward, ())
             parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
+        if len(model_scores):
+            texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
             Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
         ]
-        return Evaluation(1 - parts['accuracy'], tokens, [], [], parts)
+        loss = -parts['reward'] if len(model_scores) else 1 - parts['accuracy']
+        return Evaluation(loss, tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
         """Returns the samples of the last evaluation."""
@@ -324,17 +338,27 @@ class RolloutBatches(BatchSource):
             for row, start, length in zip(responses.tokens_BR, responses.last_turns, lengths, strict=True)
         ]
 
-    def _scores(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> Scores:
+    def _model_scores(self, prompts: Sequence[np.ndarray], responses: Responses, reward: str) -> Sequence[float]:
+        """Returns the score of each response by the reward model; () if the sum `reward` does not contain it."""
+        if self._reward_model is None or not parse_reward(reward, is_imported=False).uses_model:
+            return ()
+        return self._reward_model(prompts, responses).tolist()
+
+    def _scores(
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
+    ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
         try:
-            return self._scorer.score(texts[mine], tasks[mine], reward=reward)
+            return self._scorer.score(texts[mine], tasks[mine], reward=reward, model_scores=by_model[mine])
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
-    def _rewards(self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str) -> np.ndarray:
+    def _rewards(
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
+    ) -> np.ndarray:
         """Returns the rewards of all responses, float32 [N]."""
-        return gather_scores(self._scores(prompts, texts, tasks, reward), len(texts)).rewards
+        return gather_scores(self._scores(prompts, texts, tasks, reward, by_model), len(texts)).rewards
 
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
@@ -345,7 +369,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
     ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
     grpo = config.grpo
-    eval_reward = grpo.eval_reward or grpo.reward
+    eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
     functions = open_functions(grpo, stack)
     tools = open_tools(grpo, encoder, functions)
 
@@ -371,5 +395,6 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
         tokenizer_path=origin / TOKENIZER,
         ends=sorted(ends),
         tools=tools,
+        reward_model=reward_model,
     )
     return source, tokenizer.vocab_size

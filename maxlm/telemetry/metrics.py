@@ -58,17 +58,23 @@ METRICS: dict[str, Metric] = {
         'nats/token',
         'distillation: KL divergence of the model from its teacher at distill.temperature, times its square',
     ),
-    # DPO: means over the pairs of the step. KTO: means over the desirable (chosen) or undesirable (rejected) answers.
+    # DPO and reward models: means over the pairs of the step. KTO: means over the desirable (chosen) or undesirable
+    # (rejected) answers.
     'train/rewards/accuracies': Metric(
         '',
-        'DPO: fraction of pairs whose chosen response has the higher reward; KTO: fraction of responses whose '
-        'log-probability ratio is above (desirable) or below (undesirable) the reference point',
+        'DPO and reward models: fraction of pairs whose chosen response has the higher reward; KTO: fraction of '
+        'responses whose log-probability ratio is above (desirable) or below (undesirable) the reference point',
     ),
-    'train/rewards/margins': Metric('', 'DPO: reward of the chosen response minus that of the rejected response'),
+    'train/rewards/margins': Metric(
+        '', 'DPO and reward models: reward of the chosen response minus that of the rejected response'
+    ),
     'train/rewards/chosen': Metric(
-        '', 'DPO: reward of the chosen response: dpo.beta · its log-probability relative to the reference model'
+        '',
+        'reward of the chosen response; DPO: dpo.beta · its log-probability relative to the reference model; reward '
+        'model: its score',
     ),
-    'train/rewards/rejected': Metric('', 'DPO: reward of the rejected response'),
+    'train/rewards/rejected': Metric('', 'DPO and reward models: reward of the rejected response'),
+    'train/rewards/mean': Metric('', 'reward models: mean score of both responses'),
     'train/logps/chosen': Metric('nats', 'DPO: log-probability of the chosen response'),
     'train/logps/rejected': Metric('nats', 'DPO: log-probability of the rejected response'),
     'train/reference_point': Metric(
@@ -115,14 +121,18 @@ METRICS: dict[str, Metric] = {
     'train/loss/*': Metric('nats/token', 'train/loss over the tokens of one source'),
     'train/tokens/*': Metric('tokens', 'target tokens of one source in the step'),
     'eval/loss': Metric(
-        'nats/token', 'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy)'
+        'nats/token',
+        'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy) '
+        'or, with the reward reward_model, -eval/reward',
     ),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
     'eval/accuracy': Metric('', 'GRPO: fraction of prompts whose greedy response is correct'),
-    'eval/rewards/accuracies': Metric('', 'DPO: train/rewards/accuracies on the validation split'),
-    'eval/rewards/margins': Metric('', 'DPO: train/rewards/margins on the validation split'),
-    'eval/rewards/chosen': Metric('', 'DPO: train/rewards/chosen on the validation split'),
-    'eval/rewards/rejected': Metric('', 'DPO: train/rewards/rejected on the validation split'),
+    'eval/reward': Metric('', 'GRPO with the reward reward_model: mean reward of the greedy responses'),
+    'eval/rewards/accuracies': Metric('', 'train/rewards/accuracies on the validation split'),
+    'eval/rewards/margins': Metric('', 'train/rewards/margins on the validation split'),
+    'eval/rewards/chosen': Metric('', 'train/rewards/chosen on the validation split'),
+    'eval/rewards/rejected': Metric('', 'train/rewards/rejected on the validation split'),
+    'eval/rewards/mean': Metric('', 'train/rewards/mean on the validation split'),
     'eval/logps/chosen': Metric('nats', 'DPO: train/logps/chosen on the validation split'),
     'eval/logps/rejected': Metric('nats', 'DPO: train/logps/rejected on the validation split'),
     'eval/reference_point': Metric('nats', 'KTO: train/reference_point on the validation split'),

@@ -22,6 +22,7 @@ from maxlm.data.loader.windows import Batch, mean_segment_length
 from maxlm.data.tokenizer.fim import fim_fraction
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.pair_scores import PairScores
 from maxlm.evaluation.samples import Sample, Samples
 from maxlm.evaluation.validation import Evaluation, Validation
 from maxlm.log import logger
@@ -66,6 +67,7 @@ def prefetched_batches(
         sources_schedule=config.source_stages,
         teacher=corpus.teacher_outputs(config),
         batch_sizes=decisions.batch_sizes,
+        with_scored=config.train.objective == 'reward',
     )
     growing = GrowingBatches(corpus, make) if corpus.training_windows is None else None
     data = growing.available if growing else make(corpus)
@@ -221,7 +223,7 @@ class TextBatches(BatchSource):
         self.windows_per_epoch = corpus.training_windows
         self.tokenizer_path = corpus.first.tokenizer_path
         self._validation: Validation | None = None
-        self._samples: Samples | None = None
+        self._samples: Samples | PairScores | None = None
         self._every = 0
         self._objective = 'next_token'
         has_fim = any(source.dataset.made_from.get('infill') for source in corpus.sources)
@@ -263,7 +265,10 @@ class TextBatches(BatchSource):
             return
         self._every = config.eval.interval
         self._validation = Validation(config, self.corpus, layout)
-        if config.eval.num_samples or config.eval.sample_prompts:
+        if config.train.objective == 'reward':
+            if config.eval.num_samples:
+                self._samples = PairScores(config, self.corpus, self.tokenizer, layout)
+        elif config.eval.num_samples or config.eval.sample_prompts:
             self._samples = Samples(config, self.corpus, self.tokenizer, layout)
 
     def batches(

@@ -14,12 +14,11 @@ import jax
 import numpy as np
 from etils import epath
 
-from maxlm.checkpoint import checksums
 from maxlm.checkpoint.conversion.quantized_init import open_initial
+from maxlm.checkpoint.frozen_models import TEACHER, frozen_checksum, read_teacher
 from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
-from maxlm.checkpoint.params import copy_params, is_mtp, params_item
-from maxlm.checkpoint.teacher import TEACHER, read_teacher
+from maxlm.checkpoint.params import copy_params, is_mtp
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import check_same_data
@@ -29,6 +28,7 @@ from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.log import logger
+from maxlm.model.parameters import SCORE_KERNEL
 from maxlm.parallel.layout import Layout
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.preflight import PreparedStep
@@ -281,6 +281,7 @@ def initialize_state(
     for line in (
         origin.vocab_resize,
         _new_modules_text(initial),
+        'the head of the reward model is initialized' if SCORE_KERNEL in initial else '',
         _upcycled_text(origin),
         context_change_text(step, config),
     ):
@@ -336,13 +337,12 @@ def reference_metadata(config: Config) -> dict[str, str]:
         stored = repr(read_manifest(Path(config.distill.logits_dir)))
         return {'reference': hashlib.sha256(stored.encode()).hexdigest()}
     if config.teacher is not None:
-        step = find_step(config.distill.teacher, key=TEACHER)
+        found = frozen_checksum(config.distill.teacher, key=TEACHER)
     elif config.has_reference and config.train.init_from:
-        step = _origin_of(config)
+        found = frozen_checksum(config.train.init_from, key=INIT_FROM)
     else:
         return {}
-    sums = (checksums.read_checksums(step) or {}).get(params_item(step), {})
-    return {'reference': hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()} if sums else {}
+    return {'reference': found} if found else {}
 
 
 def _origin_of(config: Config) -> epath.Path:

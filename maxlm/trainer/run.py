@@ -9,9 +9,9 @@ from typing import Protocol
 
 import jax
 
+from maxlm.checkpoint.frozen_models import check_teacher, with_frozen_models
 from maxlm.checkpoint.listing import choose_step
 from maxlm.checkpoint.manager import saved_losses
-from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import trained_before
 from maxlm.errors import EXIT_DONE, DeviceError, InputError
@@ -87,7 +87,7 @@ def run(
         WorkdirUnavailableError: the bucket of the workdir does not respond.
         DeviceError: a device computes wrong results.
     """
-    config = with_teacher(config)
+    config = with_frozen_models(config)
     exclude_switch_sums(config)
     with contextlib.ExitStack() as stack:
         cache = enable_compilation_cache(config.train.compilation_cache_dir)

@@ -27,6 +27,9 @@ GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_prob
 PROXIMAL = 'proximal_log_probs'
 # Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
 TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
+# Array of a batch of a reward model, [B, T]: 1 at the token of each answer whose score counts, else 0; see
+# `maxlm.data.chat.scored_tokens`.
+SCORED = 'scored'
 # Optional scalar of a batch. If it is True, the step leaves the complete state unchanged.
 HOLD = 'hold'
 
@@ -42,6 +45,8 @@ def batch_shapes(
     kinds = dict(BATCH_TYPES)
     if config.train.objective == 'grpo':
         kinds |= GRPO_TYPES | ({PROXIMAL: jnp.float32} if config.has_proximal else {})
+    if config.train.objective == 'reward':
+        kinds[SCORED] = jnp.float32
     shapes = {name: jax.ShapeDtypeStruct((B, T), kind, sharding=layout.batch) for name, kind in kinds.items()}
     if config.distill.logits_dir:
         stored = (B, T, config.distill.top_k)

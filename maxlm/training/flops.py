@@ -43,7 +43,7 @@ class TokenFlops(NamedTuple):
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Returns the parameters of a resolved model that multiply a token, including the output projection."""
-    D, V = model.dim, model.vocab_size
+    D, V = model.dim, model.num_outputs
     stacks = layer_stacks(model)
     active = [sum(kernel.active_size for kernel in block_kernels(stack).values()) for stack in stacks]
     blocks = sum(stack.num_layers * size for stack, size in zip(stacks, active, strict=True))
@@ -101,7 +101,7 @@ def teacher_flops(config: Config, seq_len: int) -> TokenFlops:
 
 def tied_head(model: ModelConfig) -> str:
     """Returns the name of the table that is also the head; '' if the head is separate."""
-    return 'embedding' if model.tie_embeddings else ''
+    return 'embedding' if model.tie_embeddings and not model.reward_head else ''
 
 
 def needs_mask(config: Config, capability: tuple[int, int] | None) -> bool:

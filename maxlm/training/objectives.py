@@ -1,4 +1,4 @@
-"""Training objectives: next-token cross-entropy, optionally with distillation, DPO, KTO and GRPO.
+"""Training objectives: next-token cross-entropy, optionally with distillation, DPO, KTO, reward models and GRPO.
 
 An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
 regardless of how the batch is split into micro-batches.
@@ -8,31 +8,28 @@ Shapes: A micro-batches, B batch, T length, D dim, S sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from maxlm.config.schema import Config
 from maxlm.config.user_function import load_function
-from maxlm.model.blocks import BLOCKS
 from maxlm.model.decoder import Decoder
-from maxlm.model.experts.router import RouterStats
 from maxlm.model.mtp import shift_left
-from maxlm.parallel.host_offload import fetch, on_host
 from maxlm.parallel.partitioning import Partitioning
-from maxlm.training.batch import PROXIMAL, TEACHER_TYPES, Batch
-from maxlm.training.fp8_history import has_fp8_inputs
+from maxlm.training.batch import PROXIMAL, SCORED, TEACHER_TYPES, Batch
+from maxlm.training.forward import make_forward, make_log_probs, make_scores
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
-from maxlm.training.losses.dpo import preference_terms
+from maxlm.training.losses.dpo import PreferenceTerms, preference_terms
 from maxlm.training.losses.grpo import policy_sums
 from maxlm.training.losses.kto import answer_terms
-from maxlm.training.losses.log_probs import TokenLogProbs, TokenLoss, token_log_probs, token_losses
+from maxlm.training.losses.log_probs import TokenLoss, token_losses
+from maxlm.training.losses.reward import RewardTerms, score_terms
 from maxlm.training.losses.router import ROUTER_PARTS, router_terms
-from maxlm.training.state import Params, abstract_fp8_model, abstract_model
+from maxlm.training.state import Params
 
 
 class LossSums(NamedTuple):
@@ -69,6 +66,8 @@ def make_objective(config: Config, partitioning: Partitioning, num_sources: int 
     """Returns the objective of a resolved config."""
     if config.train.objective == 'dpo':
         return _make_preference(config, partitioning)
+    if config.train.objective == 'reward':
+        return _make_reward(config, partitioning)
     if config.train.objective == 'grpo':
         return _make_policy(config, partitioning)
     return make_next_token(config, partitioning, num_sources, z_loss=config.train.z_loss)
@@ -78,6 +77,8 @@ def aux_names(config: Config) -> tuple[str, ...]:
     """Returns the names of the objective's additional metrics, which are the keys of `LossSums.parts`."""
     if config.train.objective == 'dpo':
         return tuple(labeled_parts(config) if config.dpo.takes_labels else DPO_PARTS)
+    if config.train.objective == 'reward':
+        return tuple(REWARD_PARTS)
     if config.train.objective == 'grpo':
         off_policy = OFF_POLICY_PARTS if config.grpo.async_rollouts else ()
         return (*GRPO_PARTS, *off_policy, *(('kl',) if config.grpo.kl_coef else ()))
@@ -108,6 +109,14 @@ LABELED_PARTS = {
     'rewards/rejected': ('rejected_reward', 'undesirable'),
     'logps/chosen': ('chosen_log_prob', 'desirable'),
     'logps/rejected': ('rejected_log_prob', 'undesirable'),
+}
+# Name of the metric → field of `RewardTerms`.
+REWARD_PARTS = {
+    'rewards/accuracies': 'accuracy',
+    'rewards/margins': 'margin',
+    'rewards/chosen': 'chosen_score',
+    'rewards/rejected': 'rejected_score',
+    'rewards/mean': 'mean_score',
 }
 GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
 OFF_POLICY_PARTS = ('importance_weight', 'importance_truncated_fraction')
@@ -249,29 +258,6 @@ def _mtp_losses(
     return losses
 
 
-def make_log_probs(
-    config: Config, partitioning: Partitioning
-) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
-    """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
-    hidden = make_forward(config, partitioning)
-    pipelined = config.accumulation // config.rounds
-
-    def log_probs(params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None) -> TokenLogProbs:
-        hidden_BTD, model, _ = hidden(params, slots, batch, dropout_key)
-        found = token_log_probs(
-            hidden_BTD,
-            model.output_kernel(),
-            partitioning.constrain(batch['targets'], ('rows', 'length')),
-            partitioning=partitioning,
-            chunk=config.train.loss_chunk_tokens,
-            logit_softcap=config.model.logit_softcap,
-            row_groups=max(1, pipelined // partitioning.num_shards('layers')),
-        )
-        return TokenLogProbs(*(partitioning.constrain(x, ('batch', 'length')) for x in found))
-
-    return log_probs
-
-
 def _make_preference(config: Config, partitioning: Partitioning) -> Objective:
     """Returns the objective of preferences: of pairs, see `preference_terms`, or of answers with labels.
 
@@ -296,7 +282,14 @@ def _pair_sums(
     config: Config, found_BT: jax.Array, reference_BT: jax.Array | None, batch: Batch
 ) -> tuple[jax.Array, LossSums]:
     terms = preference_terms(found_BT, reference_BT, batch['weights'], batch['segments'], config.dpo)
-    parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in DPO_PARTS.items()}
+    return _sums_of_pairs(terms, DPO_PARTS, batch)
+
+
+def _sums_of_pairs(
+    terms: PreferenceTerms | RewardTerms, fields: Mapping[str, str], batch: Batch
+) -> tuple[jax.Array, LossSums]:
+    """Returns the sums over pairs. `fields` has the field of `terms` of each metric."""
+    parts = {name: jax.lax.stop_gradient(getattr(terms, field)) for name, field in fields.items()}
     loss, tokens, none = jax.lax.stop_gradient(terms.objective), batch['weights'].sum(), jnp.zeros(0)
     counts = dict.fromkeys(parts, terms.pairs)
     return terms.objective, LossSums(loss, terms.pairs, tokens, none, none, parts, counts)
@@ -313,6 +306,21 @@ def _labeled_sums(
     )
     loss, tokens, none = jax.lax.stop_gradient(terms.objective), batch['weights'].sum(), jnp.zeros(0)
     return terms.objective, LossSums(loss, terms.answers, tokens, none, none, parts, counts)
+
+
+def _make_reward(config: Config, partitioning: Partitioning) -> Objective:
+    """Returns the objective of a reward model of pairs of answers; see `score_terms`."""
+    scores = make_scores(config, partitioning)
+
+    def reward(
+        params: Params, reference: Params | None, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, LossSums]:
+        del reference
+        scores_BT = scores(params, slots, batch, dropout_key)
+        terms = score_terms(scores_BT, batch[SCORED], batch['segments'], config.reward_model)
+        return _sums_of_pairs(terms, REWARD_PARTS, batch)
+
+    return reward
 
 
 def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
@@ -349,41 +357,3 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
         return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, counts)
 
     return policy
-
-
-def make_forward(
-    config: Config, partitioning: Partitioning
-) -> Callable[[Params, Params | None, Batch, jax.Array | None], tuple[jax.Array, Decoder, RouterStats | None]]:
-    """Returns a function (params, slots, batch, dropout key) → hidden states, model and statistics of the routers.
-
-    The last hidden states are sharded for the loss.
-    """
-    graph, _ = nnx.split(abstract_model(config, partitioning))
-    is_delayed = config.model.fp8_scaling == 'delayed'
-    scaled_graph = nnx.split(abstract_fp8_model(config, partitioning)[0])[0] if is_delayed else None
-    pipelined = config.accumulation // config.rounds
-
-    def forward(
-        params: Params, slots: Params | None, batch: Batch, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Decoder, RouterStats | None]:
-        blocks_slots = None
-        assert slots is None or any(map(on_host, jax.tree.leaves(params))), 'slots stand in for parameters on the host'
-        if any(map(on_host, jax.tree.leaves(params))):
-            # The model fetches the blocks one layer at a time.
-            blocks_slots = None if slots is None else slots[BLOCKS]
-            rest = {name: fetch(tree, slots and slots[name]) for name, tree in params.items() if name != BLOCKS}
-            params = {**rest, BLOCKS: params[BLOCKS]}
-        model: Decoder = nnx.merge(
-            scaled_graph if scaled_graph is not None and has_fp8_inputs(params) else graph, params
-        )
-        hidden_BTD, _, router = model(
-            batch['tokens'],
-            segments_BT=batch['segments'] if config.data.document_mask else None,
-            positions_BT=batch['positions'],
-            dropout_key=dropout_key,
-            micro_batches=pipelined,
-            slots=blocks_slots,
-        )
-        return partitioning.constrain(hidden_BTD, ('rows', 'length', 'activation')), model, router
-
-    return forward

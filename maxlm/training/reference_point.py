@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
 from maxlm.training.batch import Batch
+from maxlm.training.forward import make_log_probs
 from maxlm.training.gradients import split_micro_batches
 from maxlm.training.losses.kto import mismatched_answers
-from maxlm.training.objectives import make_log_probs
 from maxlm.training.reference import reference_params
 from maxlm.training.state import Params
 

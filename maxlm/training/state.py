@@ -133,7 +133,7 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
             `optimizer.trainable_params` or `optimizer.groups` matches no parameter, or an optimizer of the user is not
             usable.
     """
-    params = _abstract_params(config, layout)
+    params = abstract_params(config, layout)
     check_patterns(config, param_paths(params))
     check_groups(config, param_paths(params))
 
@@ -164,14 +164,14 @@ def abstract_state(config: Config, layout: Layout, optimizer: optax.GradientTran
         other = reference_config(config)
         reference = jax.tree_util.tree_map_with_path(
             lambda path, param: param.update(dtype=stored_dtype(other, kind_of(path), param.dtype)),
-            _abstract_params(other, layout),
+            abstract_params(other, layout),
         )
     progress = replicated(lambda: _first_progress(config))
     history = replicated(lambda: _first_fp8_history(config, layout))
     return TrainState(counter, counter, params, opt_state, ema, scale, spike_window, reference, progress, history)
 
 
-def _abstract_params(config: Config, layout: Layout) -> Params:
+def abstract_params(config: Config, layout: Layout) -> Params:
     """Returns the shapes, dtypes and shardings of the parameters."""
     _, variables = nnx.split(abstract_model(config, layout))
     shapes = nnx.to_pure_dict(nnx.map_state(lambda _, variable: variable.get_value(), variables))
@@ -278,7 +278,7 @@ def ignores_schedule(config: Config, layout: Layout) -> bool:
         counts.append(count)
         return schedule(count)
 
-    optimizer, params = optimizer_of(config, layout, counted), trainable(config, _abstract_params(config, layout))
+    optimizer, params = optimizer_of(config, layout, counted), trainable(config, abstract_params(config, layout))
     state = jax.eval_shape(optimizer.init, params)
     counts.clear()
     jax.eval_shape(optimizer.update, params, state, params)

@@ -23,11 +23,11 @@ import numpy as np
 
 from maxlm.checkpoint import manager
 from maxlm.checkpoint.checksums import corrupt_arrays
+from maxlm.checkpoint.frozen_models import check_teacher, read_teacher, with_frozen_models
 from maxlm.checkpoint.listing import damaged_steps
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import check_params, restore_params
 from maxlm.checkpoint.streaming import ParamsReader
-from maxlm.checkpoint.teacher import check_teacher, read_teacher, with_teacher
 from maxlm.config.serialization import to_json
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
@@ -121,7 +121,7 @@ def teacher():
 
     def read(name):
         distill = dataclasses.replace(small.distill, teacher=f'{URL}{name}')
-        model = with_teacher(dataclasses.replace(small, distill=distill)).teacher
+        model = with_frozen_models(dataclasses.replace(small, distill=distill)).teacher
         config = dataclasses.replace(small_config(2, teacher=model, model__num_layers=1), distill=distill)
         shapes = abstract_state(config, small_layout(config))
         check_teacher(config, shapes, tokenizer=local)

@@ -11,8 +11,8 @@ from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
 from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.grpo import advantages
-from maxlm.training.objectives import make_log_probs
 from maxlm.training.state import init_state
 from tests.small import small_config, small_layout
 

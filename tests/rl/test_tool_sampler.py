@@ -8,7 +8,7 @@ from maxlm.rl.rollout_generator import Sampler
 from maxlm.rl.rollouts import response_batch
 from maxlm.rl.tool_environment import Reply
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
-from maxlm.training.objectives import make_log_probs
+from maxlm.training.forward import make_log_probs
 from maxlm.training.state import init_state
 from tests.small import small_config, small_layout
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import DpoConfig, GrpoConfig
+from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.dpo import preference_terms
 from maxlm.training.losses.grpo import policy_sums
-from maxlm.training.objectives import DPO_PARTS, aux_names, make_log_probs, make_objective, zero_sums
+from maxlm.training.objectives import DPO_PARTS, aux_names, make_objective, zero_sums
 from tests.small import small_batch, small_config, small_layout, small_state
 
 NUM_SOURCES = 3

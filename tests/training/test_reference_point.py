@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.mesh import reduces_gradients_once
+from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.kto import answer_terms, mismatched_answers
-from maxlm.training.objectives import make_log_probs
 from maxlm.training.step import make_eval_step, make_train_step
 from tests.answers import pack
 from tests.small import VOCAB, small_config, small_layout, small_state

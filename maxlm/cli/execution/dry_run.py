@@ -16,7 +16,7 @@ from maxlm.storage.filesystem import is_url, stat
 from maxlm.trainer.run import OpenSource
 
 # Keys with paths that a run reads. The other keys with paths are written, or are caches.
-_CHECKPOINTS = ('train.init_from', 'distill.teacher')
+_CHECKPOINTS = ('train.init_from', 'distill.teacher', 'grpo.reward_model')
 _PROMPTS = ('grpo.prompts', 'grpo.eval_prompts')
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from maxlm.api.plan import Plan, planned_data, why_estimated
-from maxlm.checkpoint.teacher import with_teacher
+from maxlm.checkpoint.frozen_models import with_frozen_models
 from maxlm.cli.hints import print_next
 from maxlm.config.loading import load
 from maxlm.config.schema import AUTO, Config
@@ -51,7 +51,7 @@ def execute(options: argparse.Namespace, overrides: list[str]) -> int:
     jax.config.update('jax_platforms', 'cpu')
     # With --json, stdout contains only JSON, and warnings go to stderr.
     with contextlib.nullcontext() if options.json else Console():
-        config = with_teacher(load(options.config, overrides))
+        config = with_frozen_models(load(options.config, overrides), is_planned=True)
         target = parse_target(options.target)
         if target.chip.platform == 'cpu':
             # For other targets, the cache could write a compiled program but not read it.

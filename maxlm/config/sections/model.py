@@ -246,6 +246,9 @@ class ModelConfig:
     # Number of additional tokens that the model learns to predict, each with a module of one block (DeepSeek-AI 2024,
     # "DeepSeek-V3"); the weight of their loss is train.mtp_loss_weight. Inference does not load the modules. 0 = none.
     mtp_depth: Annotated[int, Range(0, 16)] = 0
+    # Reward model: a projection with one output, the score of a conversation, replaces the head of the vocabulary, like
+    # the classes ForSequenceClassification of Transformers. train.objective=reward sets it.
+    reward_head: bool = False
     # Class of your own for the blocks, a subclass of maxlm.model.blocks.Block; '' = that class itself. Every command
     # that reads the model imports it.
     block: Literal[''] | FunctionName = ''
@@ -262,6 +265,11 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Returns the width of a value head of a resolved model."""
         return self.v_head_dim if self.kv_lora_rank else self.head_dim
+
+    @property
+    def num_outputs(self) -> int:
+        """Returns the number of outputs of the head of a resolved model."""
+        return 1 if self.reward_head else self.vocab_size
 
     @property
     def layer_period(self) -> int:

@@ -1,11 +1,11 @@
-"""Config keys of post-training: preference optimization (DPO) and reinforcement learning from rewards (GRPO)."""
+"""Config keys of post-training: preference optimization (DPO), reward models, and reinforcement learning (GRPO)."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Annotated, Literal
 
-from maxlm.config.sections.declaration import Renamed
+from maxlm.config.sections.declaration import CheckpointPath, Renamed
 from maxlm.config.sections.ranges import Fraction, FractionBelow1, Range, Steps, Weight
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -38,6 +38,13 @@ class DpoConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    # Weight of the squared sum of both scores of a pair, which keeps the scores near 0 (Eisenstein et al. 2023,
+    # "Helping or Herding?"); 0 = none, 0.01 is usual.
+    center_rewards_coefficient: Weight = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class GrpoConfig:
     # JSONL file of prompts, each with a `prompt` or `messages` and the fields that its reward needs.
     prompts: Annotated[str, PathOption(Kind.FILE, ANY, may_be_empty=True)] = ''
@@ -46,6 +53,9 @@ class GrpoConfig:
     # Reward of a response (maxlm/rl/rewards/rewards.py), a function of the user ('package.module:function', see
     # docs/posttraining.md), or a weighted sum of them: 'numeric + 0.1*format'.
     reward: str = 'exact'
+    # Checkpoint of a reward model (train.objective=reward), whose score is the reward reward_model of grpo.reward; '' =
+    # none.
+    reward_model: CheckpointPath = ''
     # Reward for evaluations; a response counts as correct if its reward is 1. '' = grpo.reward.
     eval_reward: str = ''
     # Functions of the user that the model may call ('package.module:function', see docs/posttraining.md); () = none.

@@ -15,6 +15,7 @@ import numpy as np
 from absl import flags
 
 from maxlm.config.schema import DataConfig
+from maxlm.data.chat.scored_tokens import with_scored_tokens
 from maxlm.data.executors.local_executor import blocked_terminal_signals
 from maxlm.data.loader.batch_rows import BatchRows, Changes
 from maxlm.data.loader.mixture import Mixture, StagedMixture
@@ -99,6 +100,7 @@ class Batches:
             split into n gives n rows of T = window / n tokens, so the number of tokens in a batch does not change.
         teacher: stored outputs of a teacher for the windows of the only source, which are added to the batches.
         batch_sizes: earlier sizes of the global batch; see `BatchRows.of`.
+        with_scored: add the tokens at which a reward model scores answers; see `with_scored_tokens`.
     """
 
     def __init__(
@@ -113,13 +115,14 @@ class Batches:
         seq_len_schedule: Sequence[tuple[int, int]] = (),
         teacher: TeacherOutputReader | None = None,
         batch_sizes: Changes = (),
+        with_scored: bool = False,
     ):
         self._sources = sources
         self._teacher = teacher
         self.order = order
         self.global_batch, self.batch_rows = global_batch, BatchRows.of(global_batch, batch_sizes)
         self._rows = range(global_batch)[rows or slice(None)]
-        self._with_sources = with_sources
+        self._with_sources, self._with_scored = with_sources, with_scored
         self._context_schedule = seq_len_schedule
         available = -(-len(order) // global_batch)
         self._length = min(available, num_batches or available, sys.maxsize // global_batch)
@@ -145,6 +148,8 @@ class Batches:
         ]
         num_splits = self._num_splits(step)
         batch = self._sources[0].windows.batch(streams, num_splits=num_splits)
+        if self._with_scored:
+            batch = with_scored_tokens(batch, self._sources[0].windows.end_of_document)
         if self._teacher:
             batch |= self._teacher.batch([None if position is None else position[1] for position in positions])
         if self._with_sources:

@@ -26,7 +26,8 @@ from maxlm.data.loader.teacher_outputs import TeacherOutputReader, open_teacher_
 from maxlm.errors import InputError, one_line
 from maxlm.storage.retry import OnWarning
 
-PREFERENCE_OBJECTIVE = 'dpo'
+# Objectives of `train.objective` that train on preferences.
+PREFERENCE_OBJECTIVES = ('dpo', 'reward')
 
 
 def check_objective(config: Config, dataset: DatasetManifest) -> None:
@@ -37,17 +38,22 @@ def check_objective(config: Config, dataset: DatasetManifest) -> None:
             pairs and the dataset has single answers with labels.
     """
     objective = config.train.objective
-    if objective == PREFERENCE_OBJECTIVE and not dataset.preferences:
+    if objective in PREFERENCE_OBJECTIVES and not dataset.preferences:
         raise InputError(
             f'train.objective={objective}: {dataset.path} contains no preferences; prepare preference pairs with '
             f'--format=preference --pack-seq-len={config.data.seq_len}'
         )
-    if objective != PREFERENCE_OBJECTIVE and dataset.preferences:
+    if objective not in PREFERENCE_OBJECTIVES and dataset.preferences:
         raise InputError(
             f'train.objective={objective}: {dataset.path} contains preferences, whose rejected answers must not be '
-            f'trained on; set train.objective={PREFERENCE_OBJECTIVE}, or use other data'
+            f'trained on; set train.objective to {" or ".join(PREFERENCE_OBJECTIVES)}, or use other data'
         )
-    if objective == PREFERENCE_OBJECTIVE and not config.dpo.takes_labels and num_labeled(dataset.chat):
+    if objective == 'reward' and num_labeled(dataset.chat):
+        raise InputError(
+            f'train.objective=reward: {dataset.path} contains single answers with labels, which form no pairs; set '
+            'train.objective=dpo and dpo.loss_type=kto, or use other data'
+        )
+    if objective == 'dpo' and not config.dpo.takes_labels and num_labeled(dataset.chat):
         raise InputError(
             f'dpo.loss_type={config.dpo.loss_type}: {dataset.path} contains single answers with labels, which form no '
             'pairs; set dpo.loss_type=kto, or use other data'
@@ -153,6 +159,7 @@ class TrainingData:
         sources_schedule: SourcesSchedule = (),
         teacher: TeacherOutputReader | None = None,
         batch_sizes: Changes = (),
+        with_scored: bool = False,
     ) -> Batches:
         """Returns the shuffled, endless batches of the train split. See `Batches` and `mixture` for the arguments.
 
@@ -184,6 +191,7 @@ class TrainingData:
             seq_len_schedule=seq_len_schedule,
             teacher=teacher,
             batch_sizes=batch_sizes,
+            with_scored=with_scored,
         )
 
     def teacher_outputs(self, config: Config) -> TeacherOutputReader | None:
@@ -202,14 +210,16 @@ class TrainingData:
             )
         return open_teacher_outputs(config, source.dataset, source.windows('train', self.data))
 
-    def validation_batches(self, global_batch: int, num_batches: int = 0, rows: slice | None = None) -> Batches:
+    def validation_batches(
+        self, global_batch: int, num_batches: int = 0, rows: slice | None = None, *, with_scored: bool = False
+    ) -> Batches:
         """Returns batches of the validation splits, with each window at most once and without source weights.
 
         Args:
             global_batch: see `Batches`.
             num_batches: maximum number of batches; 0 = all. A smaller number selects a sample that is always the same,
                 independent of the run's seed.
-            rows: see `Batches`.
+            rows, with_scored: see `Batches`.
 
         Raises:
             InputError: all validation splits are empty.
@@ -226,6 +236,7 @@ class TrainingData:
             rows=rows,
             with_sources=bool(self.names),
             num_batches=num_batches,
+            with_scored=with_scored,
         )
 
     def fetcher(

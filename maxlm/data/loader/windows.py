@@ -103,6 +103,11 @@ class Sequences:
         """Returns one window as a batch without batch axis, arrays [T]. Raises the same errors as `stream`."""
         return {name: rows[0] for name, rows in self.batch([self.stream(number)]).items()}
 
+    @property
+    def end_of_document(self) -> int:
+        """Returns the token id that ends a document."""
+        return self._end_of_document
+
     def batch(self, streams: Sequence[np.ndarray], *, num_splits: int = 1) -> Batch:
         """Returns `window_batch` of streams from these windows, or from windows of the same length and tokenizer."""
         return window_batch(

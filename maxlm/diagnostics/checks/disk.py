@@ -26,7 +26,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     if config is None:
         return None
     # These modules import JAX, and the checks must also run without it.
-    from maxlm.checkpoint.teacher import with_teacher
+    from maxlm.checkpoint.frozen_models import with_frozen_models
     from maxlm.config.resolve import resolve
     from maxlm.data.dataset.records import load_manifest
     from maxlm.planning.estimate.state_bytes import planned_state_bytes
@@ -53,7 +53,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     )
     try:
         resolved = resolve(
-            with_teacher(unsharded),
+            with_frozen_models(unsharded, is_planned=True),
             platform='cpu',
             num_devices=1,
             vocab_size=vocabulary or DEFAULT_VOCAB_SIZE,

@@ -61,8 +61,8 @@ def evaluate_kernels(
 
 
 def _resolved(config: Config) -> Config:
-    from maxlm.checkpoint.teacher import with_teacher
+    from maxlm.checkpoint.frozen_models import with_frozen_models
     from maxlm.planning.machine import local_resolver, sized_config
 
     resolver = local_resolver(vocab_size=config.model.vocab_size or VOCAB_SIZE, windows=1)
-    return sized_config(with_teacher(config), resolver)
+    return sized_config(with_frozen_models(config, is_planned=True), resolver)

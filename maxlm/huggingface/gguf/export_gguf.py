@@ -17,6 +17,7 @@ from maxlm.checkpoint.conversion.merge_lora import open_parameters
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError, os_message
+from maxlm.huggingface.architectures.reward_models import check_language_model
 from maxlm.huggingface.config_conversion import choose_architecture
 from maxlm.huggingface.export_model import check_shapes
 from maxlm.huggingface.gguf.architectures import frequency_factors, gguf_architecture
@@ -61,6 +62,7 @@ def export_gguf(checkpoint: str, output: str, *, dtype: str, show: bool) -> Expo
     step_directory = find_local_step(checkpoint)
     workdir = Path(step_directory.parent.parent)
     model = read_config(workdir).model
+    check_language_model(model, 'GGUF')
     architecture = choose_architecture(model).model_type
     target = gguf_architecture(model, architecture, str(workdir / CONFIG))
     hf_tensors = tensors(architecture, model)

@@ -19,6 +19,7 @@ import numpy as np
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.errors import InputError
+from maxlm.huggingface.architectures.reward_models import check_language_model
 from maxlm.huggingface.config_conversion import shortest_pattern
 from maxlm.huggingface.config_fields import Fields, display_value
 from maxlm.huggingface.state_dict import Tensor, tensors
@@ -177,6 +178,7 @@ def model_config(model: ModelConfig) -> dict[str, Any]:
     Raises:
         InputError: nanochat cannot express the model. The message names a key.
     """
+    check_language_model(model, 'nanochat')
     sizes = {key: getattr(model, key) for key in KEYS.values()}
     version = PRESENT if model.residual_scale or model.smear_channels or model.value_embedding_pattern else FIRST
     pattern = model.attention_pattern.replace('N', 'L') if version.has_windows else 'L'

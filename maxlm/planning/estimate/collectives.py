@@ -173,6 +173,7 @@ def _gradients(config: Config) -> list[Transfer]:
         ]
     of = _padded_tables(config)
     tokens, both = of.tokens / mesh.tensor, (of.tokens + of.positions) / mesh.tensor
+    head = (of.head or of.tokens) / mesh.tensor
     sums: list[tuple[float, tuple[str, ...], float]] = [
         ((FLOAT32 if each.is_float32 else width) * each.size, each.saving_axes, runs)
         for kind, runs in layer_runs(config)
@@ -181,7 +182,7 @@ def _gradients(config: Config) -> list[Transfer]:
     # Each module of multi-token prediction has a gradient of the head. All of them have one of the embedding.
     looked_up = both + _values(config, of) + (tokens if model.mtp_depth else 0)
     sums += [
-        (FLOAT32 * tokens * (1 + model.mtp_depth), SAVING_AXES, config.rounds),
+        (FLOAT32 * head * (1 + model.mtp_depth), SAVING_AXES, config.rounds),
         (width * (looked_up + _projection_elements(model)), SAVING_AXES, config.rounds),
     ]
     transfers = []
@@ -272,7 +273,7 @@ def _padded_tables(config: Config) -> Tables:
     """Returns the tables with a padded vocabulary."""
     of, size = tables(config.model), padded_vocabulary(config.model.vocab_size, config.mesh.tensor)
     tokens, head, values = (elements // config.model.vocab_size * size for elements in (of.tokens, of.head, of.values))
-    return of._replace(tokens=tokens, head=head, values=values)
+    return of._replace(tokens=tokens, head=of.head if config.model.reward_head else head, values=values)
 
 
 def _scales(config: Config) -> list[Transfer]:

@@ -90,7 +90,9 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
     """
     _check_parameters(config)
     # Modules of multi-token prediction and a teacher have the operations of layers, which reach the same rates.
-    config = dataclasses.replace(config, teacher=None, model=dataclasses.replace(config.model, mtp_depth=0))
+    config = dataclasses.replace(
+        config, teacher=None, scorer=None, model=dataclasses.replace(config.model, mtp_depth=0)
+    )
     seq_len = min(config.data.seq_len, SAMPLED)
     rows = max(1, min(config.train.per_device_batch_size, SAMPLED // seq_len))
     if rows < config.train.per_device_batch_size or seq_len < config.data.seq_len:
@@ -111,7 +113,7 @@ def calibrate_cpu(config: Config, rounds: int = 3) -> Cpu:
             is_grouped = num > 1
             product = _Product(multiplied if is_grouped else tokens, inputs, outputs, kind if is_grouped else None)
             products[product] += kind.num_layers
-    head = _Product(config.train.per_device_batch_size * config.loss_chunk, model.dim, model.vocab_size)
+    head = _Product(config.train.per_device_batch_size * config.loss_chunk, model.dim, model.num_outputs)
     repeats: dict[_Product, float] = {**products, head: products[head] + tokens / head.rows}
     ranges = list(query_ranges(seq_len, 0))
     # A block with about the mean number of keys.
@@ -267,7 +269,7 @@ def _elementwise_programs(config: Config) -> dict[Any, _Program]:
     return {
         'norm': _with_gradient(_normalize_and_add, (tokens, model.dim), dtype),
         **{('activation', dim): _with_gradient(activation, (tokens, dim), dtype) for dim in _activation_dims(config)},
-        'loss': _with_gradient(_loss, (micro_batch * config.loss_chunk, model.vocab_size), jnp.float32),
+        'loss': _with_gradient(_loss, (micro_batch * config.loss_chunk, model.num_outputs), jnp.float32),
         'update': _Program(_update, _structs(jnp.float32, (_updated(model),)) * 4),
     }
 

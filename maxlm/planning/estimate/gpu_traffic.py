@@ -149,7 +149,7 @@ def _gradient_bytes(config: Config) -> float:
 def _loss_bytes(config: Config) -> float:
     model, mesh = config.model, config.mesh
     tokens = tokens_per_device(config)
-    vocabulary = model.vocab_size / mesh.tensor
+    vocabulary = model.num_outputs / mesh.tensor
     chunks = math.ceil(tokens / config.accumulation / config.train.loss_chunk_tokens)
     per_logit = LOGIT + (UNALIGNED_LOGIT if vocabulary % 8 else 0)
     head_gradient = HEAD_GRADIENT * config.accumulation * chunks * model.dim

@@ -31,6 +31,9 @@ def head_memory(config: Config, shape_BTV: tuple[int, int, int], backend: Backen
     model, (B, T, V) = config.model, shape_BTV
     width = np.dtype(np.float32).itemsize if model.dtype == 'float32' else 2
     elements = V * model.dim
+    if model.reward_head:
+        # The hidden states in float32 and their gradient.
+        return HeadMemory(int(elements * backend.table), int(elements * width + 8 * B * T * model.dim))
     tied = width if model.tie_embeddings else 0
     chunk = min(config.loss_chunk, T)
     stream = B * T * model.dim * width

@@ -30,6 +30,7 @@ from maxlm.planning.estimate.state_bytes import (
     moment_bytes,
     planned_state_bytes,
     replay_bytes,
+    scorer_bytes,
     shard_shape,
     shard_size,
     stored_bytes,
@@ -51,6 +52,7 @@ class Memory(NamedTuple):
         temporary: all other memory at the peak: gathered weights, logits, buffers of a layer, copies.
         batch: arrays of the batch.
         replay: copy of the state before a step that is computed twice (`guard.replay_fraction`).
+        reward_model: parameters of the reward model of rollouts (`grpo.reward_model`).
         host: a device's share of its host's memory.
         is_estimate: True for the formulas, False for the compiler's figures.
     """
@@ -63,6 +65,7 @@ class Memory(NamedTuple):
     temporary: int
     batch: int
     replay: int
+    reward_model: int
     host: int
     is_estimate: bool
 
@@ -70,7 +73,7 @@ class Memory(NamedTuple):
     def total(self) -> int:
         """Returns the bytes of device memory."""
         state = self.parameters + self.moments + self.average + self.batch
-        return state + self.gradients + self.activations + self.temporary + self.replay
+        return state + self.gradients + self.activations + self.temporary + self.replay + self.reward_model
 
 
 class _Sizes(NamedTuple):
@@ -137,6 +140,7 @@ def estimate_memory(
         temporary=max(0, fullest - gradients - activations) + filler,
         batch=_batch(config),
         replay=copy.parameters + copy.moments + copy.average,
+        reward_model=scorer_bytes(config),
         host=state.host + on_host + copy.host,
         is_estimate=True,
     )

@@ -81,6 +81,17 @@ def replay_bytes(config: Config) -> StateBytes:
     return planned_state_bytes(config, with_reference=False)
 
 
+def scorer_bytes(config: Config) -> int:
+    """Returns the bytes per device of the parameters of the reward model of a resolved config's rollouts, if any."""
+    if config.scorer is None:
+        return 0
+    other = config.of_scorer
+    return sum(
+        stored_bytes(other, weight, zero=3, width=stored_dtype(other, weight.kind).itemsize)
+        for weight in weights(other.model)
+    )
+
+
 def planned_state_bytes(config: Config, *, with_reference: bool = True) -> StateBytes:
     """Returns the bytes of a resolved config's state from its shapes, without counters of maxlm (a few bytes)."""
     params = moments = reference = 0

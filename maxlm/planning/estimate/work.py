@@ -197,7 +197,7 @@ def _head_flops(config: Config, tokens: float) -> float:
 
 def _vocabulary(config: Config) -> float:
     """Returns the vocabulary size on a device, including padding."""
-    return padded_vocabulary(config.model.vocab_size, config.mesh.tensor) / config.mesh.tensor
+    return padded_vocabulary(config.model.num_outputs, config.mesh.tensor) / config.mesh.tensor
 
 
 def _attention_flops(config: Config, tokens: float, capability: tuple[int, int] | None) -> float:

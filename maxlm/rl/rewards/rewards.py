@@ -15,6 +15,7 @@ Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 | all_tests | `tests`, `cases` | 1 if all tests pass |
 | length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
 
+`reward_model` is the score of `grpo.reward_model`, which `maxlm.rl.reward_model` computes.
 `package.module:function` is a reward of the user, see `user_reward`.
 """
 
@@ -149,6 +150,8 @@ REWARDS: dict[str, BatchReward] = {
     'all_tests': all_tests,
     'length': per_response(length),
 }
+# Reward that is the score of a reward model.
+MODEL_SCORE = 'reward_model'
 NEED_SANDBOX = frozenset({'tests', 'all_tests'})
 
 
@@ -229,7 +232,11 @@ def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: b
     if is_function_name(name):
         return user_reward(name) if functions is None else sandboxed_reward(name, functions, is_check=is_check)
     close = difflib.get_close_matches(name, REWARDS, 1)
-    hint = f'did you mean {close[0]}?' if close else f'use package.module:function or one of: {", ".join(REWARDS)}'
+    hint = (
+        f'did you mean {close[0]}?'
+        if close
+        else f'use package.module:function or one of: {", ".join([*REWARDS, MODEL_SCORE])}'
+    )
     raise InputError(f'unknown reward {name!r}; {hint}')
 
 
@@ -258,6 +265,11 @@ class RewardSum(NamedTuple):
         return [user_function(name) for name in self.weights if is_function_name(name)]
 
     @property
+    def uses_model(self) -> bool:
+        """Returns True if the sum contains the score of a reward model."""
+        return MODEL_SCORE in self.weights
+
+    @property
     def needs_sandbox(self) -> bool:
         """Returns True if a reward of the sum runs programs."""
         return bool(NEED_SANDBOX & set(self.weights))
@@ -268,13 +280,19 @@ class RewardSum(NamedTuple):
         tasks: Sequence[Task],
         pool: SandboxPool | None = None,
         functions: FunctionPool | None = None,
+        model_scores: Sequence[float] = (),
     ) -> list[Score]:
         """Scores each response by its task, with the rewards of the user in `functions` if given.
+
+        `model_scores` are the scores of the responses by the reward model, if the sum contains it.
 
         Raises:
             InputError: a reward fails or a task lacks a key that it requires.
         """
-        columns = [find_reward(name, functions)(responses, tasks, pool) for name in self.weights]
+        columns = [
+            model_scores if name == MODEL_SCORE else find_reward(name, functions)(responses, tasks, pool)
+            for name in self.weights
+        ]
         scores = []
         for values in zip(*columns, strict=True):
             row = {name: value or 0.0 for name, value in zip(self.weights, values, strict=True)}
@@ -303,7 +321,7 @@ def parse_reward(text: str, *, is_imported: bool = True) -> RewardSum:
             raise InputError(f'reward {text!r}: expected a sum such as numeric + 0.1*length at {found}')
         sign, weight, name = match.groups()
         try:
-            if is_imported or not is_function_name(name):
+            if name != MODEL_SCORE and (is_imported or not is_function_name(name)):
                 find_reward(name)
         except InputError as error:
             raise InputError(f'reward {text!r}: {error}') from error

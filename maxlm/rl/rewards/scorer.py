@@ -17,7 +17,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rl.rewards.code_task import sandbox_jobs
 from maxlm.rl.rewards.prompts import Prompts
-from maxlm.rl.rewards.rewards import NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
+from maxlm.rl.rewards.rewards import MODEL_SCORE, NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
 from maxlm.sandbox.functions import FunctionPool, num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
@@ -100,23 +100,34 @@ class RewardScorer:
         if self._pool is not None:
             self._pool.close()
 
-    def score(self, responses: Sequence[str], tasks: Sequence[Task], *, reward: str = '') -> Scores:
+    def score(
+        self, responses: Sequence[str], tasks: Sequence[Task], *, reward: str = '', model_scores: Sequence[float] = ()
+    ) -> Scores:
         """Scores each response by its task, with the default sum or with `reward`, one of the sums of the scorer.
 
-        Equal responses to the same task object are scored once.
+        Equal responses to the same task object are scored once. `model_scores` are the scores of the responses by a
+        reward model, if the sum contains it.
 
         Raises:
             UserRewardError: a reward of the user failed in this process.
             InputError: a task lacks a key that a reward requires; `check_tasks` detects this in advance.
         """
         total = self._sums[reward or self._default]
-        keys = [(response, id(task)) for response, task in zip(responses, tasks, strict=True)]
+        # Equal texts may have different tokens, and then different scores of a reward model.
+        given = model_scores if total.uses_model else [0.0] * len(responses)
+        keys = [
+            (response, id(task), float(score)) for response, task, score in zip(responses, tasks, given, strict=True)
+        ]
         first_index = {key: index for index, key in reversed(list(enumerate(keys)))}
         indices = list(first_index.values())
         unique_scores = total.score(
-            [responses[index] for index in indices], [tasks[index] for index in indices], self._pool, self._functions
+            [responses[index] for index in indices],
+            [tasks[index] for index in indices],
+            self._pool,
+            self._functions,
+            [float(given[index]) for index in indices],
         )
-        by_key: dict[tuple[str, int], Score] = dict(zip(first_index, unique_scores, strict=True))
+        by_key: dict[tuple[str, int, float], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
         return Scores(
             np.array([score.total for score in scores], np.float32),
@@ -134,7 +145,7 @@ def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = 
         InputError: the sum cannot be parsed, a reward of the user fails, or a task lacks a key or has an invalid value.
             The message names its line.
     """
-    names = parse_reward(reward, is_imported=functions is None).weights
+    names = [name for name in parse_reward(reward, is_imported=functions is None).weights if name != MODEL_SCORE]
     checks = [_CHECKS[name] for name in names if name in REWARDS]
     user_checks = [_check_by(name, functions) for name in names if name not in REWARDS]
     for index, task in enumerate(prompts.tasks):

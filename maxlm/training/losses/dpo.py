@@ -120,16 +120,18 @@ def answer_sums(
 
     The arguments are those of `preference_terms`. The length of an answer that does not exist is 0.
     """
-    B, T = segments_BT.shape
     # Select before multiplying: positions without a target may contain non-finite values.
     if reference_BT is None:
         reference_BT = jnp.zeros_like(log_probs_BT)
     both = (log_probs_BT, jax.lax.stop_gradient(reference_BT))
     weighted = [jnp.where(weights_BT != 0, weights_BT * x_BT, 0) for x_BT in both]
-    sums_XBS = segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT)
-    pairs_per_row = -(-T // 2)
-    sums_XBS = jnp.pad(sums_XBS, [(0, 0), (0, 0), (0, 2 * pairs_per_row - T)])
-    return sums_XBS.reshape(3, B, pairs_per_row, 2)
+    return by_pair(segment_sums(jnp.stack([*weighted, weights_BT]), segments_BT))
+
+
+def by_pair(sums_XBS: jax.Array) -> jax.Array:
+    """Returns sums over segments as [X, B, P, 2]: segments 2i + 1 and 2i + 2 of a row are pair i."""
+    X, B, S = sums_XBS.shape
+    return jnp.pad(sums_XBS, [(0, 0), (0, 0), (0, S % 2)]).reshape(X, B, -1, 2)
 
 
 @jax.custom_vjp

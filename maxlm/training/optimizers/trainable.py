@@ -11,18 +11,24 @@ from maxlm.errors import InputError
 from maxlm.model.experts.router import BALANCE_BIAS
 from maxlm.model.layers.lora import LORA_A, LORA_B
 from maxlm.model.layers.weight_only_quantization import CODES, SCALES, weights_of
+from maxlm.model.parameters import SCORE_KERNEL
 
 Tree = Mapping[str, Any]
 ADAPTERS = (LORA_A, LORA_B)
 
 
 def is_trained(config: Config, name: str) -> bool:
-    """Returns True if the optimizer trains the parameter with this dotted name. Quantized kernels are never trained."""
+    """Returns True if the optimizer trains the parameter with this dotted name.
+
+    Quantized kernels are never trained. With adapters, only they and the head of a reward model are by default.
+    """
     if name.endswith((BALANCE_BIAS, CODES, SCALES)):
         return False
     if name.endswith(ADAPTERS) or any(matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
-    return not config.model.lora_rank and not any(matches(name, pattern) for pattern in config.optimizer.frozen_params)
+    if config.model.lora_rank:
+        return name == SCORE_KERNEL
+    return not any(matches(name, pattern) for pattern in config.optimizer.frozen_params)
 
 
 def check_patterns(config: Config, names: Iterable[str]) -> None:

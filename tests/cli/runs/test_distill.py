@@ -17,7 +17,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference import teacher_pass
 from maxlm.inference.load import load_model
-from maxlm.training.objectives import make_forward
+from maxlm.training.forward import make_forward
 from tests.huggingface.workdirs import MODELS, make_workdir
 from tests.test_bad_input import assert_one_line
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from maxlm.parallel.partitioning import SINGLE_DEVICE
+from maxlm.training.forward import make_log_probs
 from maxlm.training.gradients import split_micro_batches
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.log_probs import token_log_probs
-from maxlm.training.objectives import make_log_probs
 from tests.small import small_batch, small_config, small_layout, small_state
 
 B, T, D, V = 4, 12, 8, 17

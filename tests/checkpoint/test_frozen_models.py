@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.checkpoint.frozen_models import check_teacher, with_frozen_models
 from maxlm.checkpoint.manager import Checkpoints
-from maxlm.checkpoint.teacher import check_teacher, with_teacher
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import InputError
@@ -44,7 +44,7 @@ def teacher(tokenizer, tmp_path_factory):
 
 def student(workdir, **overrides):
     """Returns a config that distills the checkpoint, on two devices."""
-    model = with_teacher(teacher_only(workdir)).teacher
+    model = with_frozen_models(teacher_only(workdir)).teacher
     config = small_config(2, teacher=model, **STUDENT, **overrides)
     return dataclasses.replace(config, distill=dataclasses.replace(config.distill, teacher=str(workdir)))
 
@@ -103,7 +103,7 @@ def test_another_tokenizer_is_rejected(teacher, tokenizer, tmp_path):
 
 def test_missing_teachers_are_rejected(teacher, tokenizer, tmp_path):
     with pytest.raises(InputError, match=r'distill\.teacher=.*nothing'):
-        with_teacher(teacher_only(tmp_path / 'nothing'))
+        with_frozen_models(teacher_only(tmp_path / 'nothing'))
     config = student(teacher[0])
     missing = dataclasses.replace(config, distill=dataclasses.replace(config.distill, teacher=f'{teacher[0]}@5'))
     with pytest.raises(InputError, match=r"distill\.teacher=.*step '5' does not exist"):
@@ -122,9 +122,9 @@ def test_a_checkpoint_of_another_model_is_rejected(teacher, tokenizer, tmp_path)
 
 @pytest.mark.parametrize('name', ['', '@7', '/checkpoints/7'])
 def test_the_model_of_a_teacher_is_read_from_its_workdir(teacher, name):
-    found = with_teacher(teacher_only(f'{teacher[0]}{name}'))
+    found = with_frozen_models(teacher_only(f'{teacher[0]}{name}'))
     assert (found.teacher.dim, found.model.dim) == (64, 32)
-    assert with_teacher(small_config()).teacher is None
+    assert with_frozen_models(small_config()).teacher is None
 
 
 def test_states_with_a_teacher_are_saved_without_it(teacher, tokenizer, tmp_path):
