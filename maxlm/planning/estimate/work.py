@@ -307,8 +307,8 @@ def quantization_bytes(config: Config) -> float:
     if model.matmul_precision == 'mxfp8':
         written = 1 + (3 * 4 + 1) / BLOCK
         rows, columns = 2 * width + written, 4 * width + written
-        kernels = sum(kernel.size for kernel in block_kernels(model).values() if not kernel.is_of_experts)
-        kernels /= config.train.per_device_batch_size * config.data.seq_len
+        size = sum(kernel.size for kernel in block_kernels(model).values() if not kernel.is_of_experts)
+        kernels = size / (config.train.per_device_batch_size * config.data.seq_len)
         forward = inputs * rows + kernels * columns
         return forward * forward_passes(config) + inputs * columns + outputs * (rows + columns) + kernels * rows
     return (2 * width + 1) * (inputs * forward_passes(config) + outputs)
