@@ -135,9 +135,9 @@ def fit(programs: Sequence[dict[str, Any]]) -> None:
 def is_fitted(config: Config, target: Target) -> bool:
     """Returns True for programs of bfloat16 products with fused attention.
 
-    Programs with mask arrays, FP8, pipelines or experts are not fitted.
+    Programs with mask arrays, FP8 or MXFP8, pipelines or experts are not fitted.
     """
-    is_plain = config.model.matmul_precision != 'fp8' and config.mesh.stage == config.mesh.context == 1
+    is_plain = config.model.matmul_precision == 'default' and config.mesh.stage == config.mesh.context == 1
     return is_plain and not config.model.num_experts and not needs_mask(config, target.chip.capability)
 
 

@@ -83,6 +83,36 @@ class Context(NamedTuple):
         return value_embedding(self.values, x_BTD, self.tokens_BT, num_heads, partitioning)
 
 
+class Branch(NamedTuple):
+    """Output of a branch that is still to be added to the residual stream.
+
+    Attributes:
+        x_BTD: the output.
+        bias_D: bias that the output contains without a gradient; None if its gradient is complete.
+    """
+
+    x_BTD: jax.Array
+    bias_D: jax.Array | None = None
+
+    def added_to(self, stream_BTD: jax.Array) -> jax.Array:
+        """Returns the sum with the stream. The bias then has its gradient."""
+        return stream_BTD + (self.x_BTD if self.bias_D is None else _with_bias_gradient(self.x_BTD, self.bias_D))
+
+
+@jax.custom_vjp
+def _with_bias_gradient(x_BTD: jax.Array, bias_D: jax.Array) -> jax.Array:
+    """Returns an array, whose gradient also is that of a bias in each of its rows."""
+    del bias_D
+    return x_BTD
+
+
+def _bias_gradient(_: None, of_x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return of_x_BTD, of_x_BTD.astype(jnp.float32).sum((0, 1))
+
+
+_with_bias_gradient.defvjp(lambda x_BTD, bias_D: (x_BTD, None), _bias_gradient)
+
+
 class Block(nnx.Module):
     """Residual block of attention and feed-forward, which run in parallel with `model.parallel_residual`.
 
@@ -112,12 +142,11 @@ class Block(nnx.Module):
         self.partitioning = partitioning
         # If the branch reaches the kernel of the next norm unchanged, the kernel sums the gradient of the bias. XLA
         # reads the gradient of the branch once more.
-        self.attention.out.is_bias_constant = (
-            self.has_norm_kernels
-            and config.norm_placement == 'pre'
-            and config.residual_multiplier == 1
-            and not (config.parallel_residual or config.dropout or config.block)
-        )
+        is_unchanged = config.norm_placement == 'pre' and config.residual_multiplier == 1 and not config.dropout
+        is_unchanged &= self.has_norm_kernels and not (config.parallel_residual or config.block)
+        self.attention.out.is_bias_constant = is_unchanged
+        if isinstance(self.feedforward, FeedForward):
+            self.feedforward.down.is_bias_constant = is_unchanged and defers_additions(config)
         weights = weights_of(config)
         if weights is not None:
             for _, module in list(nnx.iter_modules(self)):
@@ -131,30 +160,30 @@ class Block(nnx.Module):
 
         `window` is the number of last tokens to which a query attends; 0 means all.
         """
-        stream_BTD, branch_BTD, new_cache, router = self.run(x_BTD, None, context, window, cache, dropout_key)
-        return self.partitioning.constrain(stream_BTD + branch_BTD, ACTIVATION_AXES), new_cache, router
+        stream_BTD, branch, new_cache, router = self.run(x_BTD, None, context, window, cache, dropout_key)
+        return self.partitioning.constrain(branch.added_to(stream_BTD), ACTIVATION_AXES), new_cache, router
 
     def run(
         self,
         stream_BTD: jax.Array,
-        branch_BTD: jax.Array | None,
+        branch: Branch | None,
         context: Context,
         window: int,
         cache: LayerCache | None,
         dropout_key: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array, LayerCache | None, RouterStats | None]:
+    ) -> tuple[jax.Array, Branch, LayerCache | None, RouterStats | None]:
         """Runs the block without its last addition, which the kernel of the next norm can perform.
 
         Args:
             stream_BTD: stream of the previous block.
-            branch_BTD: branch that the previous block has not added to it; None if it has.
+            branch: branch that the previous block has not added to it; None if it has.
             context, window, cache, dropout_key: see `__call__`.
 
         Returns:
             The stream and the branch that is to be added to it, the updated cache, and the statistics of the router.
         """
         attention_key, feedforward_key = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        x_BTD, normed_BTD = _add_and_normalize(self.attention_norm, stream_BTD, branch_BTD)
+        x_BTD, normed_BTD = _add_and_normalize(self.attention_norm, stream_BTD, branch)
         with jax.named_scope('attention'):
             attended_BTD, new_cache = self.attention(
                 normed_BTD,
@@ -169,22 +198,21 @@ class Block(nnx.Module):
                 cache=cache,
             )
         attended_BTD = self._branch(attended_BTD, self.attention_post_norm, attention_key)
-        added_BTD, router = None if self.parallel_residual else attended_BTD, None
-        out = self.attention.out
-        bias = out.bias[...] if out.is_bias_constant and out.bias is not None else None
-        stream_BTD, fed_BTD = _add_and_normalize(self.feedforward_norm, x_BTD, added_BTD, bias)
+        added = None if self.parallel_residual else Branch(attended_BTD, _constant_bias(self.attention.out))
+        stream_BTD, fed_BTD = _add_and_normalize(self.feedforward_norm, x_BTD, added)
+        bias_D, router = None, None
         if isinstance(self.feedforward, MixtureOfExperts):
             # With a cache, the capacity of experts would depend on the number of tokens in a call.
             fed_BTD, router = self.feedforward(fed_BTD, context.segments_BT, is_dropless=cache is not None)
         else:
-            fed_BTD = self.feedforward(fed_BTD)
+            fed_BTD, bias_D = self.feedforward(fed_BTD), _constant_bias(self.feedforward.down)
         fed_BTD = self._branch(fed_BTD, self.feedforward_post_norm, feedforward_key)
         if self.parallel_residual and self.has_norm_kernels:
             # The sum of both branches needs no copy of the stream.
             fed_BTD = attended_BTD + fed_BTD
         elif self.parallel_residual:
             stream_BTD = stream_BTD + attended_BTD
-        return stream_BTD, fed_BTD, new_cache, router
+        return stream_BTD, Branch(fed_BTD, bias_D), new_cache, router
 
     def _branch(self, x_BTD: jax.Array, norm: Norm | None, dropout_key: jax.Array | None) -> jax.Array:
         """Returns what a branch with the output `x_BTD` adds to the stream."""
@@ -193,14 +221,32 @@ class Block(nnx.Module):
         return dropout(x_BTD, self.dropout, dropout_key)
 
 
-def _add_and_normalize(
-    norm: Norm | None, stream_BTD: jax.Array, branch_BTD: jax.Array | None, branch_bias_D: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def _constant_bias(linear: Linear) -> jax.Array | None:
+    """Returns the bias of a projection that gives it no gradient; otherwise None."""
+    return linear.bias[...] if linear.is_bias_constant and linear.bias is not None else None
+
+
+def _add_and_normalize(norm: Norm | None, stream_BTD: jax.Array, branch: Branch | None) -> tuple[jax.Array, jax.Array]:
     """Returns the sum and the normalized sum; without a norm, the sum twice. See `Norm.add_and_normalize`."""
     if norm is not None:
-        return norm.add_and_normalize(stream_BTD, branch_BTD, branch_bias_D)
-    stream_BTD = stream_BTD if branch_BTD is None else stream_BTD + branch_BTD
+        return norm.add_and_normalize(stream_BTD, *(branch or (None, None)))
+    stream_BTD = stream_BTD if branch is None else branch.added_to(stream_BTD)
     return stream_BTD, stream_BTD
+
+
+def defers_additions(config: ModelConfig) -> bool:
+    """Returns True if the first norm of a block adds the last branch of the block before it to the stream.
+
+    Loops and rematerialization would save the branch in addition to the stream. Options of the stream need it complete.
+    """
+    is_kept = not config.scan_layers and config.remat_policy == 'none'
+    needs_stream = config.residual_scale or config.embedding_residual or config.backout_layer >= 0
+    return (
+        config.norm_kernel == 'pallas'
+        and config.norm_placement != 'post'
+        and is_kept
+        and not (config.block or needs_stream)
+    )
 
 
 def block_class(config: ModelConfig) -> type[Block]:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.chunked import ATTENDED
-from maxlm.model.blocks import ACTIVATION_AXES, STACKS, Context
+from maxlm.model.blocks import ACTIVATION_AXES, STACKS, Context, defers_additions
 from maxlm.model.experts.router import RouterStats
 from maxlm.model.layers.fp8 import SCALE
 from maxlm.model.layers.kv_cache import Cache, LayerCache
@@ -77,7 +77,7 @@ def run_layers(
         window = window_of(kind, config)
 
         def layer(carry: Any, inputs: Any, values: Any) -> tuple[Any, RouterStats | None]:
-            x_BTD, branch_BTD, caches = carry
+            x_BTD, branch, caches = carry
             # Indexed inside of the rematerialized function: the loop saves its inputs for the backward pass anyway, but
             # would additionally save copies of slices.
             scales, block, slots, key, number, divisor = jax.tree.map(lambda leaf: leaf[index], inputs)
@@ -87,24 +87,24 @@ def run_layers(
             layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf: leaf[value_index], values))
             arguments = (layer_context, window, layer_cache, key)
             if defers:
-                x_BTD, branch_BTD, cache, router = nnx.merge(graph, block).run(x_BTD, branch_BTD, *arguments)
+                x_BTD, branch, cache, router = nnx.merge(graph, block).run(x_BTD, branch, *arguments)
             else:
                 x_BTD, cache, router = nnx.merge(graph, block)(x_BTD, *arguments)
-            return (x_BTD, branch_BTD, None if caches is None else {**caches, window: cache.blocks[0]}), router
+            return (x_BTD, branch, None if caches is None else {**caches, window: cache.blocks[0]}), router
 
         return rematerialize(layer, config.remat_policy, in_loop=in_loop, gathers=partitioning.num_shards('embed') > 1)
 
     def run_in_order(carry: Any, stacks: Any, layers: slice, *, in_loop: bool) -> tuple[Any, RouterStats | None]:
-        routers, (x_BTD, branch_BTD, backout_BTD, caches) = [], carry
+        routers, (x_BTD, branch, backout_BTD, caches) = [], carry
         inputs, values = (_in_order(stack, num, in_loop) for stack, num in zip(stacks, sizes(layers), strict=True))
         for kind, has_value in zip(kinds[layers], has_values[layers], strict=True):
             (own, index), (value, value_index) = next(inputs), next(values) if has_value else (None, 0)
             layer = make_layer(kind, index, value_index, in_loop)
-            (x_BTD, branch_BTD, caches), router = layer((x_BTD, branch_BTD, caches), own, value)
+            (x_BTD, branch, caches), router = layer((x_BTD, branch, caches), own, value)
             # Outside of the rematerialized function, which saves its inputs.
             backout_BTD = own[0].of_layer(index).keep(backout_BTD, x_BTD)
             routers.append(router)
-        return (x_BTD, branch_BTD, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
+        return (x_BTD, branch, backout_BTD, caches), jax.tree.map(lambda *layers: jnp.stack(layers), *routers)
 
     def sizes(layers: slice) -> tuple[int, int]:
         return len(kinds[layers]), sum(has_values[layers])
@@ -131,26 +131,11 @@ def run_layers(
         ]
         carry, router = run_in_order(carry, parts, slice(looped, L), in_loop=False)
         routers.append(router)
-    x_BTD, branch_BTD, backout_BTD, caches = carry
-    if branch_BTD is not None:
-        x_BTD = partitioning.constrain(x_BTD + branch_BTD, ACTIVATION_AXES)
+    x_BTD, branch, backout_BTD, caches = carry
+    if branch is not None:
+        x_BTD = partitioning.constrain(branch.added_to(x_BTD), ACTIVATION_AXES)
     stream = stream._replace(x_BTD=x_BTD, backout_BTD=backout_BTD)
     return stream, caches, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routers)
-
-
-def defers_additions(config: ModelConfig) -> bool:
-    """Returns True if the first norm of a block adds the last branch of the block before it to the stream.
-
-    Loops and rematerialization would save the branch in addition to the stream. Options of the stream need it complete.
-    """
-    is_kept = not config.scan_layers and config.remat_policy == 'none'
-    needs_stream = config.residual_scale or config.embedding_residual or config.backout_layer >= 0
-    return (
-        config.norm_kernel == 'pallas'
-        and config.norm_placement != 'post'
-        and is_kept
-        and not (config.block or needs_stream)
-    )
 
 
 def run_layers_unrolled(

@@ -116,18 +116,30 @@ def test_norm_kernels_change_nothing(settings, changes, kernels, monkeypatch, pl
         assert sorted(forward.items()) == kernels
 
 
+UNROLLED = {'scan_layers': False, 'remat_policy': 'none'}
+
+
 @pytest.mark.parametrize(
-    ('changes', 'is_constant'),
+    ('changes', 'constant'),
     [
-        ({}, True),
-        ({'dropout': 0.5}, False),
-        ({'norm_placement': 'both'}, False),
-        ({'parallel_residual': True}, False),
-        ({'residual_multiplier': 0.5}, False),
-        ({'norm_kernel': 'xla'}, False),
+        (UNROLLED, ['attention', 'feedforward']),
+        # The next block receives the complete stream.
+        ({}, ['attention']),
+        ({**UNROLLED, 'remat_policy': 'full'}, ['attention']),
+        *(
+            ({**UNROLLED, **change}, [])
+            for change in (
+                {'dropout': 0.5},
+                {'norm_placement': 'both'},
+                {'parallel_residual': True},
+                {'residual_multiplier': 0.5},
+                {'norm_kernel': 'xla'},
+            )
+        ),
     ],
 )
-def test_a_norm_kernel_computes_the_gradient_of_a_bias_that_reaches_it_unchanged(changes, is_constant):
+def test_a_norm_kernel_computes_the_gradient_of_a_bias_that_reaches_it_unchanged(changes, constant):
     model = dataclasses.replace(small_config().model, **{'norm_kernel': 'pallas', **changes})
     block = nnx.eval_shape(lambda: Block(model, partitioning=SINGLE_DEVICE, rngs=nnx.Rngs(0)))
-    assert block.attention.out.is_bias_constant == is_constant
+    last = {'attention': block.attention.out, 'feedforward': block.feedforward.down}
+    assert [name for name, linear in last.items() if linear.is_bias_constant] == constant

@@ -6,6 +6,7 @@ Shapes: B batch, T query length, S = T key length, N query heads, K key/value he
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -64,16 +65,31 @@ def ring(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> ja
 
     (mesh_axis,) = partitioning.mesh_axes('length')
 
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        return ring_attention(q, k, v, segments[0] if segments else None, axis=mesh_axis, window=window)
+    attend = partial(ring_attention, axis=mesh_axis, window=window)
+    return attend_shards(attend, inputs, partitioning)
 
-    rows = ('batch', 'length')
+
+def attend_shards(attend: Callable[..., jax.Array], inputs: AttentionInputs, partitioning: Partitioning) -> jax.Array:
+    """Runs a kernel that XLA cannot partition on each device, with the device's own rows and heads.
+
+    Args:
+        attend: (queries, keys, values, documents or None) → [B, T, N, H] of one device.
+        inputs: inputs of all devices, without a mask and sinks.
+        partitioning: partitioning of the model.
+    """
+    arrays = [inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH]
+    arrays += [] if inputs.segments_BT is None else [inputs.segments_BT]
+
+    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+        return attend(q, k, v, segments)
+
+    if all(partitioning.num_shards(axis) == 1 for axis in ('batch', 'length', 'heads')):
+        return attend_shard(*arrays)
+    rows: Axes = ('batch', 'length')
     heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
-    arrays: list[jax.Array] = [inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH]
-    axes: list[Axes] = [heads, kv_heads, kv_heads]
-    if inputs.segments_BT is not None:
-        arrays, axes = [*arrays, inputs.segments_BT], [*axes, rows]
-    return partitioning.per_shard(attend_shard, axes, heads)(*arrays)
+    axes = [heads, kv_heads, kv_heads, rows][: len(arrays)]
+    attended: jax.Array = partitioning.per_shard(attend_shard, axes, heads)(*arrays)
+    return attended
 
 
 def chunked(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
@@ -85,11 +101,10 @@ def chunked(inputs: AttentionInputs, window: int, partitioning: Partitioning) ->
 
 def splash(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes Splash attention on TPUs, or attention in XLA for unsupported lengths such as short prompts."""
-    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
-    assert sinks_N is None, 'splash attention does not support sinks'
-    if not supports_length(q_BTNH.shape[1]):
+    assert inputs.sinks_N is None, 'splash attention does not support sinks'
+    if not supports_length(inputs.q_BTNH.shape[1]):
         return chunked(inputs, window, partitioning)
-    return attend_splash(q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap, partitioning=partitioning)
+    return attend_shards(partial(attend_splash, window=window, softcap=inputs.softcap), inputs, partitioning)
 
 
 def cudnn(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
@@ -126,11 +141,9 @@ def cudnn_mask(inputs: AttentionInputs, window: int, partitioning: Partitioning)
 
 def tokamax(inputs: AttentionInputs, window: int, partitioning: Partitioning) -> jax.Array:
     """Computes the attention of Tokamax, which skips the keys of other documents and those before the window."""
-    q_BTNH, k_BSKH, v_BSKH, _, segments_BT, softcap, sinks_N = inputs
-    assert sinks_N is None, 'the attention of Tokamax does not support sinks'
-    return attend_tokamax(
-        q_BTNH, k_BSKH, v_BSKH, segments_BT, window=window, softcap=softcap, partitioning=partitioning
-    )
+    assert inputs.sinks_N is None, 'the attention of Tokamax does not support sinks'
+    attend = partial(attend_tokamax, window=window, softcap=inputs.softcap, platform=partitioning.platform)
+    return attend_shards(attend, inputs, partitioning)
 
 
 # Kernels by `model.attention`.

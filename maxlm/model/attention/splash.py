@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from maxlm.config.kernels import SPLASH_MULTIPLE
 from maxlm.model.attention.chunked import ATTENDED
-from maxlm.parallel.partitioning import Partitioning
 
 # Largest number of queries and keys of a block; MaxText's default for all blocks of the kernel.
 BLOCK = 512
@@ -46,7 +45,6 @@ def attend_splash(
     segments_BT: jax.Array | None,
     *,
     window: int,
-    partitioning: Partitioning,
     softcap: float = 0.0,
     interpret: bool = False,
 ) -> jax.Array:
@@ -59,35 +57,11 @@ def attend_splash(
         segments_BT: number of each token's document; None: each row is one document.
         window: number of last tokens to which a query attends, including itself; 0: all.
         softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none.
-        partitioning: partitioning of the model; each device processes its own rows and heads.
         interpret: if True, interpret the kernel instead of compiling it, which is slow but works on other devices.
 
     Returns:
         [B, T, N, H] in the dtype of q.
     """
-
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        return _attend(q, k, v, segments, window, softcap, interpret)
-
-    arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
-    if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
-        rows = ('batch', 'length')
-        heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
-        # XLA cannot partition the kernel.
-        axes = [heads, kv_heads, kv_heads, rows][: len(arrays)]
-        attend_shard = partitioning.per_shard(attend_shard, axes, heads)
-    return attend_shard(*arrays)
-
-
-def _attend(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array | None,
-    window: int,
-    softcap: float,
-    interpret: bool,
-) -> jax.Array:
     # Imported here, because the import takes half a second.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

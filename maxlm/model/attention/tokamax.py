@@ -17,7 +17,6 @@ from absl import flags
 
 from maxlm.errors import InputError
 from maxlm.installation import pip_install
-from maxlm.parallel.partitioning import Partitioning
 
 
 def attend_tokamax(
@@ -27,7 +26,7 @@ def attend_tokamax(
     segments_BT: jax.Array | None,
     *,
     window: int,
-    partitioning: Partitioning,
+    platform: str,
     softcap: float = 0.0,
 ) -> jax.Array:
     """Computes softmax(q·k / sqrt(H)) · v over the keys of the query's document up to its position.
@@ -39,7 +38,7 @@ def attend_tokamax(
         segments_BT: number of each token's document; a document is a run of equal numbers. None: each row is one.
         window: number of last tokens to which a query attends, including itself; 0: all.
         softcap: limit of the scores (`maxlm.model.layers.softcap`); 0: none.
-        partitioning: partitioning of the model; each device processes its own rows and heads.
+        platform: platform of the device: cpu or gpu.
 
     Returns:
         [B, T, N, H] in the dtype of q.
@@ -47,41 +46,6 @@ def attend_tokamax(
     Raises:
         InputError: Tokamax is not installed, or has no kernel for these arrays on this device.
     """
-
-    def attend_shard(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        return _attend(q, k, v, segments, window, softcap, partitioning.platform)
-
-    arrays = [q_BTNH, k_BTKH, v_BTKH] + ([] if segments_BT is None else [segments_BT])
-    if partitioning.num_shards('batch') * partitioning.num_shards('heads') > 1:
-        rows = ('batch', 'length')
-        heads, kv_heads = (*rows, 'heads', 'head_dim'), (*rows, 'kv_heads', 'head_dim')
-        # XLA cannot partition the kernel.
-        axes = [heads, kv_heads, kv_heads, rows][: len(arrays)]
-        attend_shard = partitioning.per_shard(attend_shard, axes, heads)
-    return attend_shard(*arrays)
-
-
-def first_keys(segments_BT: jax.Array | None, length: int, window: int) -> jax.Array | None:
-    """Returns the first key to which each query attends, int32 [B, T] or [1, T]; None if it is 0 for all queries."""
-    position_1T = jnp.arange(length, dtype=jnp.int32)[None]
-    first = None
-    if segments_BT is not None:
-        is_start_BT = jnp.ones_like(segments_BT, bool).at[:, 1:].set(segments_BT[:, 1:] != segments_BT[:, :-1])
-        first = jax.lax.cummax(jnp.where(is_start_BT, position_1T, 0), axis=1)
-    if window:
-        first = jnp.maximum(position_1T - window + 1, 0 if first is None else first)
-    return first
-
-
-def _attend(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segments_BT: jax.Array | None,
-    window: int,
-    softcap: float,
-    platform: str,
-) -> jax.Array:
     base, kernel = _tokamax(platform)
     first = first_keys(segments_BT, q_BTNH.shape[1], window)
     # All heads of a row have the same documents.
@@ -94,6 +58,18 @@ def _attend(
             f'({error}); set it to auto'
         ) from error
     return o_BTNH
+
+
+def first_keys(segments_BT: jax.Array | None, length: int, window: int) -> jax.Array | None:
+    """Returns the first key to which each query attends, int32 [B, T] or [1, T]; None if it is 0 for all queries."""
+    position_1T = jnp.arange(length, dtype=jnp.int32)[None]
+    first = None
+    if segments_BT is not None:
+        is_start_BT = jnp.ones_like(segments_BT, bool).at[:, 1:].set(segments_BT[:, 1:] != segments_BT[:, :-1])
+        first = jax.lax.cummax(jnp.where(is_start_BT, position_1T, 0), axis=1)
+    if window:
+        first = jnp.maximum(position_1T - window + 1, 0 if first is None else first)
+    return first
 
 
 def _tokamax(platform: str) -> tuple[Any, Any]:

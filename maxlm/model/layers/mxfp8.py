@@ -33,7 +33,7 @@ def product(x_MI: jax.Array, kernel_IO: jax.Array, platform: str) -> jax.Array:
         kernel_IO: kernel in the dtype of x.
         platform: platform of the devices.
     """
-    return _multiply(x_MI, kernel_IO.T, platform)
+    return _multiply(x_MI, _transposed(kernel_IO), platform)
 
 
 def _forward(x_MI: jax.Array, kernel_IO: jax.Array, platform: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -42,7 +42,7 @@ def _forward(x_MI: jax.Array, kernel_IO: jax.Array, platform: str) -> tuple[jax.
 
 def _backward(platform: str, kept: tuple[jax.Array, jax.Array], of_y_MO: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_MI, kernel_IO = kept
-    return _multiply(of_y_MO, kernel_IO, platform), _multiply(x_MI.T, of_y_MO.T, platform)
+    return _multiply(of_y_MO, kernel_IO, platform), _multiply(_transposed(x_MI), _transposed(of_y_MO), platform)
 
 
 product.defvjp(_forward, _backward)
@@ -80,6 +80,11 @@ def _multiply(a_MK: jax.Array, b_OK: jax.Array, platform: str) -> jax.Array:
     (a_codes, a_scale), (b_codes, b_scale) = (_with_scales(x_MK) for x_MK in (a_MK, b_OK))
     y: jax.Array = jax.nn.scaled_matmul(a_codes, b_codes, a_scale, b_scale, preferred_element_type=a_MK.dtype)
     return y[0]
+
+
+def _transposed(x_KM: jax.Array) -> jax.Array:
+    """Returns the transposed array. Without the barrier, XLA for GPUs transposes it after the conversion to float32."""
+    return jax.lax.optimization_barrier(x_KM.T)
 
 
 def _with_scales(x_MK: jax.Array) -> tuple[jax.Array, jax.Array]:

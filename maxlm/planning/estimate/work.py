@@ -293,7 +293,8 @@ def quantization_bytes(config: Config) -> float:
     """Returns the bytes per token and block of the quantization to FP8.
 
     Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. For
-    MXFP8 they are read and written once for each of two products.
+    MXFP8, this happens for each of two products. For one of them, the array is transposed before. The kernels are
+    quantized in each micro-batch, also in two directions. The maximum of a block is written and read twice in float32.
     """
     model, tensor = config.model, config.mesh.tensor
     if model.matmul_precision == 'default':
@@ -304,7 +305,12 @@ def quantization_bytes(config: Config) -> float:
     outputs = 2 * model.dim + heads + 2 * kv_heads + gates * model.ffn_dim / tensor
     width = jnp.dtype(model.dtype).itemsize
     if model.matmul_precision == 'mxfp8':
-        return (width + 1 + 1 / BLOCK) * (inputs * (forward_passes(config) + 1) + 2 * outputs)
+        written = 1 + (3 * 4 + 1) / BLOCK
+        rows, columns = 2 * width + written, 4 * width + written
+        size = sum(kernel.size for kernel in block_kernels(model).values() if not kernel.is_of_experts)
+        kernels = size / (config.train.per_device_batch_size * config.data.seq_len)
+        forward = inputs * rows + kernels * columns
+        return forward * forward_passes(config) + inputs * columns + outputs * (rows + columns) + kernels * rows
     return (2 * width + 1) * (inputs * forward_passes(config) + outputs)
 
 

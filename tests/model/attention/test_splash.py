@@ -11,6 +11,7 @@ from flax import nnx
 
 from maxlm.model.attention import kernels
 from maxlm.model.attention.chunked import attend_blockwise
+from maxlm.model.attention.kernels import AttentionInputs, attend_shards
 from maxlm.model.attention.splash import attend_splash, block_size, num_visible_blocks, supports_length
 from maxlm.parallel.layout import make_layout
 from maxlm.parallel.partitioning import SINGLE_DEVICE
@@ -43,10 +44,10 @@ def value_and_gradients(attend, arrays, *segments):
 
 
 def by_splash(window, partitioning=SINGLE_DEVICE, softcap=0.0):
+    attend = partial(attend_splash, window=window, softcap=softcap, interpret=True)
+
     def run(q, k, v, segments):
-        return attend_splash(
-            q, k, v, segments, window=window, softcap=softcap, partitioning=partitioning, interpret=True
-        )
+        return attend_shards(attend, AttentionInputs(q, k, v, None, segments), partitioning)
 
     return run
 

@@ -9,9 +9,12 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.model.attention.chunked import attend_blockwise
+from maxlm.model.attention.kernels import AttentionInputs, tokamax
 from maxlm.model.attention.tokamax import attend_tokamax, first_keys
+from maxlm.parallel.layout import make_layout
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from tests.model.attention.test_attention import reference
+from tests.small import small_config
 
 T, SEGMENTS = 16, np.array([[5] * 16, [1, 2, 2, 2, 2, 2, 7, 7, 7, 7, 7, 7, 7, 0, 0, 0]], np.int32)
 
@@ -54,7 +57,7 @@ def test_values_and_gradients_equal_those_of_xla(arrays, window, softcap):
         with jax.numpy_rank_promotion('allow'):
             return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(*arrays)
 
-    found = run(attend_tokamax, partitioning=SINGLE_DEVICE)
+    found = run(attend_tokamax, platform='cpu')
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(run(attend_blockwise)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     if not softcap:
@@ -63,7 +66,25 @@ def test_values_and_gradients_equal_those_of_xla(arrays, window, softcap):
         assert not np.allclose(found[0][1], reference(*arrays, sees(window + 1)), atol=1e-3)
 
 
+@pytest.mark.parametrize('segments', [SEGMENTS, None], ids=['documents', 'one document'])
+def test_every_device_has_its_rows_and_heads(arrays, segments):
+    config = small_config(num_devices=4, mesh__fsdp=2, mesh__tensor=2)
+    layout = make_layout(config.mesh, jax.devices()[:4])
+
+    def run(rows, partitioning):
+        with jax.numpy_rank_promotion('allow'):
+            return jax.jit(lambda *arrays: tokamax(AttentionInputs(*arrays, None, rows), 4, partitioning))(*arrays)
+
+    found, expected = run(segments, layout), reference(*arrays, sees(4, segments is not None))
+    np.testing.assert_allclose(found, run(segments, SINGLE_DEVICE), atol=1e-6)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # Each of the four devices has one row and two heads.
+    assert {shard.data.shape for shard in found.addressable_shards} == {(1, T, 2, 8)}
+    # Negative control: rows in another order.
+    assert segments is None or not np.allclose(run(segments[::-1], layout), expected, atol=1e-3)
+
+
 def test_a_missing_package_is_named(arrays, monkeypatch):
     monkeypatch.setitem(sys.modules, 'tokamax._src.ops.attention', None)
     with pytest.raises(InputError, match=r'model.attention=tokamax: the package tokamax is not installed .*maxlm\['):
-        attend_tokamax(*arrays, None, window=0, partitioning=SINGLE_DEVICE)
+        attend_tokamax(*arrays, None, window=0, platform='cpu')

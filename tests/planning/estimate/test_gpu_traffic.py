@@ -52,6 +52,20 @@ def test_modules_and_teachers_add_the_traffic_of_the_programs(name):
     assert added / 1e9 == pytest.approx(ADDED[name], rel=0.20)
 
 
+def test_mxfp8_adds_the_traffic_of_the_programs():
+    programs = {entry['overrides'][-1]: entry for entry in COUNTED if entry['target'] == 'b200:8'}
+    counted, estimated = {}, {}
+    for precision in ('mxfp8', 'default'):
+        entry = programs[f'model.matmul_precision={precision}']
+        config = resolve_for(parse_target(entry['target']), entry['config'], entry['overrides'])
+        counted[precision], estimated[precision] = entry['traffic'], estimate_gpu_traffic(config)
+    added = counted['mxfp8'] - counted['default']
+    assert estimated['mxfp8'] - estimated['default'] == pytest.approx(added, rel=0.10)
+    # Control: the formula of FP8 counts less than half of it.
+    fp8 = dataclasses.replace(config, model=dataclasses.replace(config.model, matmul_precision='fp8'))
+    assert estimate_gpu_traffic(fp8) - estimated['default'] < 0.6 * added
+
+
 def test_norm_kernels_save_the_traffic_of_the_programs():
     recorded = json.loads((ROOT / 'benchmarks/results/norm_kernel_programs.json').read_text())['programs']
     saved = {}
