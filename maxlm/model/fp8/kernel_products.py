@@ -1,7 +1,7 @@
 """Products in 8-bit floats with delayed scaling, whose arrays one GPU kernel rounds.
 
-The values are those of `maxlm.model.fp8.products.product`. In contrast, the kernel also writes the transposed copies that
-cuBLAS needs, finds the largest elements, and sums the gradient of a bias.
+The values are those of `maxlm.model.fp8.products.product`. In contrast, the kernel also writes the transposed copies
+that cuBLAS needs, finds the largest elements, and sums the gradient of a bias.
 
 Shapes: R rows, I inputs, O outputs.
 """
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.fp8.rounding_kernel import RoundedMatrix, Rounding, round_matrices
 from maxlm.model.fp8.products import E4M3, E5M2, Fp8Codes, Rounded, multiply
+from maxlm.model.fp8.rounding_kernel import RoundedMatrix, Rounding, round_matrices
 from maxlm.parallel.partitioning import Partitioning
 
 
@@ -35,25 +35,58 @@ class Projection(NamedTuple):
     scales: jax.Array
 
 
+class KeptProjection(NamedTuple):
+    """Arrays of a projection that the backward pass needs.
+
+    Attributes:
+        kernel, scales: see `Projection`.
+        bias: empty tuple in place of the bias, because residuals must be arrays; None without one.
+    """
+
+    kernel: Fp8Codes
+    scales: jax.Array
+    bias: tuple[()] | None
+
+    @property
+    def rounding(self) -> Rounding:
+        """Returns the rounding of the gradient of the output."""
+        return Rounding(E5M2, has_sums=self.bias is not None)
+
+
+class KeptInput(NamedTuple):
+    """Arrays of an input that the backward pass needs.
+
+    Attributes:
+        transposed: the transposed input in E4M3, [I, R].
+        largest: largest absolute element, float32.
+    """
+
+    transposed: Fp8Codes
+    largest: jax.Array
+
+
 class RoundedInput(NamedTuple):
     """Input of projections, rounded with the scale of the first one.
 
     Attributes:
         codes: the input in E4M3, [R, I].
-        transposed: the bits of the transposed input, uint8 [I, R].
-        largest: largest absolute element, float32.
+        kept: arrays for the backward pass.
     """
 
     codes: Fp8Codes
-    transposed: jax.Array
-    largest: jax.Array
+    kept: KeptInput
 
 
 def round_input(x_RI: jax.Array, scales: jax.Array, partitioning: Partitioning) -> RoundedInput:
     """Returns an input of projections in E4M3."""
     x_RI, scale = jax.lax.stop_gradient((x_RI, scales[0]))
     (found,) = round_matrices([x_RI], [scale], [Rounding(E4M3)], partitioning)
-    return RoundedInput(*found[:3])
+    return rounded_input(found)
+
+
+def rounded_input(matrix: RoundedMatrix) -> RoundedInput:
+    """Returns a matrix in E4M3 as an input of projections."""
+    return RoundedInput(matrix.codes, KeptInput(matrix.transposed, matrix.largest))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -73,16 +106,15 @@ def _forward(
     x_RI: jax.Array, projection: Projection, rounded: RoundedInput, partitioning: Partitioning
 ) -> tuple[jax.Array, Any]:
     del partitioning
-    y_RO = apply(projection, rounded.codes, x_RI.dtype)
-    has_bias = None if projection.bias is None else ()
-    kept = RoundedInput(Fp8Codes(None, rounded.codes.scale), rounded.transposed, rounded.largest)
-    return y_RO, (kept, projection.kernel, projection.scales, has_bias)
+    return apply(projection, rounded.codes, x_RI.dtype), (rounded.kept, keep(projection))
 
 
-def _backward(partitioning: Partitioning, residuals: Any, gradient_RO: jax.Array) -> tuple[jax.Array, Any, None]:
-    rounded, kernel, scales, has_bias = residuals
-    (found,) = round_matrices([gradient_RO], [scales[2]], [Rounding(E5M2, has_sums=has_bias is not None)], partitioning)
-    x_gradient_RI, of_projection = gradients_of(found, kernel, rounded, gradient_RO.dtype)
+def _backward(
+    partitioning: Partitioning, residuals: tuple[KeptInput, KeptProjection], gradient_RO: jax.Array
+) -> tuple[jax.Array, Any, None]:
+    kept, projection = residuals
+    (found,) = round_matrices([gradient_RO], [projection.scales[2]], [projection.rounding], partitioning)
+    x_gradient_RI, of_projection = gradients_of(found, projection, kept, gradient_RO.dtype)
     return x_gradient_RI, of_projection, None
 
 
@@ -96,23 +128,28 @@ def apply(projection: Projection, codes: Fp8Codes, dtype: Any) -> jax.Array:
     return y_RO if projection.bias is None else y_RO + projection.bias[None]
 
 
+def keep(projection: Projection) -> KeptProjection:
+    """Returns the arrays of a projection that the backward pass needs."""
+    return KeptProjection(projection.kernel, projection.scales, None if projection.bias is None else ())
+
+
 def gradients_of(
-    gradient: RoundedMatrix, kernel: Fp8Codes, rounded: RoundedInput, dtype: Any
+    gradient: RoundedMatrix, projection: KeptProjection, kept: KeptInput, dtype: Any
 ) -> tuple[jax.Array, Projection]:
-    """Returns the gradients of the input and of a projection.
+    """Returns the gradients of the input and of a projection in `dtype`.
 
     Args:
         gradient: gradient of the output in E5M2, [R, O], with the sums of its columns if the projection has a bias.
-        kernel: the kernel in E4M3.
-        rounded: the input, of whose codes only the scale is used.
+        projection: arrays of the projection.
+        kept: arrays of the input.
         dtype: dtype of the gradients.
     """
     precision = jax.lax.Precision.HIGHEST
-    x_gradient_RI = multiply(Rounded(gradient.codes, E5M2, [1]), Rounded(kernel, E4M3, [1]), dtype, precision)
-    x_IR = Fp8Codes(rounded.transposed, rounded.codes.scale)
-    gradient_OR = Fp8Codes(gradient.transposed, gradient.codes.scale)
-    of_kernel_IO = multiply(Rounded(x_IR, E4M3, [1]), Rounded(gradient_OR, E5M2, [1]), dtype, precision)
-    of_scales = jnp.stack([rounded.largest, jnp.zeros(()), gradient.largest])
+    kernel_IO = Rounded(projection.kernel, E4M3, [1])
+    x_gradient_RI = multiply(Rounded(gradient.codes, E5M2, [1]), kernel_IO, dtype, precision)
+    gradient_OR = Rounded(gradient.transposed, E5M2, [1])
+    of_kernel_IO = multiply(Rounded(kept.transposed, E4M3, [1]), gradient_OR, dtype, precision)
+    of_scales = jnp.stack([kept.largest, jnp.zeros(()), gradient.largest])
     of_bias_O = None if gradient.sums is None else gradient.sums.astype(dtype)
     # None stands for the codes of the kernel, which have no gradient.
     no_gradient: Any = None

@@ -38,13 +38,13 @@ class RoundedMatrix(NamedTuple):
 
     Attributes:
         codes: the matrix, [R, C].
-        transposed: the bits of the transposed matrix, uint8 [C, R].
+        transposed: the transposed matrix, [C, R].
         largest: largest absolute element before rounding, float32; NaN if an element is NaN.
         sums: sums of the columns before rounding, float32 [C]; None if they are not requested.
     """
 
     codes: Fp8Codes
-    transposed: jax.Array
+    transposed: Fp8Codes
     largest: jax.Array
     sums: jax.Array | None
 
@@ -104,14 +104,12 @@ def round_matrices(
 
 
 def _result(found: dict[str, jax.Array], number: int, scale: jax.Array) -> RoundedMatrix:
-    def bits(name: str) -> jax.Array:
-        return jax.lax.bitcast_convert_type(found[f'{name}{number}'], jnp.uint8)
+    def codes(name: str) -> Fp8Codes:
+        return Fp8Codes(jax.lax.bitcast_convert_type(found[f'{name}{number}'], jnp.uint8), scale)
 
     largest = jax.ad_checkpoint.checkpoint_name(jnp.max(found[f'largest{number}']), SCALE)
     sums = found.get(f'sums{number}')
-    return RoundedMatrix(
-        Fp8Codes(bits('codes'), scale), bits('transposed'), largest, None if sums is None else sums.sum(0)
-    )
+    return RoundedMatrix(codes('codes'), codes('transposed'), largest, None if sums is None else sums.sum(0))
 
 
 def _run(

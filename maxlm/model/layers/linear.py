@@ -17,7 +17,7 @@ from maxlm.model.fp8 import kernel_products
 from maxlm.model.fp8 import products as fp8
 from maxlm.model.layers import mxfp8
 from maxlm.model.layers.lora import RANK, Adapter, adapter_parameters
-from maxlm.model.layers.narrowing_matmul import narrowing_matmul
+from maxlm.model.layers.projection_gradients import fan_out, narrowing_matmul
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
     Weights,
@@ -183,10 +183,11 @@ class Linear(nnx.Module):
         if self.weights is not None:
             y = apply_frozen(partial(self._product, num_in=self.num_in), self._kernel_of(x.dtype), x, self._codes())
             return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
-        kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8':
-            y = self._fp8_product(self._rows(x), kernel, quantized or self.quantized_input(x))
-        elif self.matmul == 'mxfp8':
+            y = self._fp8_product(self._rows(x), quantized or self.quantized_input(x))
+            return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+        kernel = self._gathered_kernel(x.dtype)
+        if self.matmul == 'mxfp8':
             y = mxfp8.product(x.reshape(-1, flat), kernel.reshape(flat, -1), self.partitioning.platform)
         elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat), platform=self.partitioning.platform)
@@ -194,18 +195,21 @@ class Linear(nnx.Module):
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
 
-    def _fp8_product(self, x_MI: jax.Array, slot: jax.Array, quantized: Fp8Input | None) -> jax.Array:
-        """Returns the product of an input; `slot` receives the gradient of the kernel, and its values are not used."""
-        codes = self._fp8_codes()
-        slot = slot.reshape(self.num_inputs, -1)
+    def _fp8_product(self, x_MI: jax.Array, quantized: Fp8Input | None) -> jax.Array:
         if isinstance(quantized, kernel_products.RoundedInput):
-            assert self.fp8_scales is not None
-            bias = self.bias[...].astype(x_MI.dtype).reshape(-1) if self.bias is not None and self._sums_bias else None
-            projection = kernel_products.Projection(slot, bias, codes, self.fp8_scales[...])
-            return kernel_products.product(x_MI, projection, quantized, self.partitioning)
+            return kernel_products.product(x_MI, self.fp8_projection(x_MI.dtype), quantized, self.partitioning)
         if quantized is not None and self.fp8_scales is not None:
             quantized = quantized._replace(scales=self.fp8_scales[...])
-        return fp8.product(x_MI, slot, codes, quantized)
+        # The kernel is used only for its gradient.
+        slot_IO = self._gathered_kernel(x_MI.dtype).reshape(self.num_inputs, -1)
+        return fp8.product(x_MI, slot_IO, self._fp8_codes(), quantized)
+
+    def fp8_projection(self, dtype: jnp.dtype) -> kernel_products.Projection:
+        """Returns the arrays for GPU kernels, with gradients in `dtype`."""
+        assert self.fp8_scales is not None, 'only training with delayed scaling uses the kernels'
+        bias = self.bias[...].astype(dtype).reshape(-1) if self.bias is not None and self._sums_bias else None
+        slot = self._gathered_kernel(dtype).reshape(self.num_inputs, -1)
+        return kernel_products.Projection(slot, bias, self._fp8_codes(), self.fp8_scales[...])
 
     @property
     def _sums_bias(self) -> bool:
@@ -361,7 +365,7 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
         quantized = linears[0].quantized_input(x)
-        return [linear(copy, quantized) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
+        return [linear(copy, quantized) for linear, copy in zip(linears, fan_out(x, len(linears)), strict=True)]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
@@ -374,26 +378,6 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
         )
         for linear, product, lora_a in zip(linears, products, lora_as, strict=True)
     ]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fan_out(x: jax.Array, num: int) -> tuple[jax.Array, ...]:
-    """Returns x `num` times, and sums the gradients in the order in which JAX does.
-
-    In each addition, the gradient of one projection is the first operand. cuBLAS then adds the second operand within
-    the product. XLA does not look for a product in the second operand if the first one is a product with a sum.
-    """
-    return (x,) * num
-
-
-def _fan_out_backward(num: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-    total = gradients[-1]
-    for gradient in gradients[-2::-1]:
-        total = gradient + total
-    return (total,)
-
-
-_fan_out.defvjp(lambda x, num: ((x,) * num, None), _fan_out_backward)
 
 
 def _fused_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -44,7 +44,7 @@ def test_codes_are_those_of_xla(shape, element):
     plan = [Rounding(kind, has_sums=True) for kind in KINDS]
     found = jax.jit(lambda x, scale: round_matrices([x], [scale, scale], plan, SINGLE_DEVICE, both))(x, scale)
     for rounded, bits, kind in zip(found, expected(x, scale), KINDS, strict=True):
-        for ours in (rounded.codes.bits, rounded.transposed.T):
+        for ours in (rounded.codes.bits, rounded.transposed.bits.T):
             # There are several codes of NaN.
             np.testing.assert_array_equal(*(np.asarray(b).view(kind).astype(np.float32) for b in (ours, bits)))
         assert rounded.codes.scale == scale
