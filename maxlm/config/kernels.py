@@ -104,6 +104,27 @@ def check_norm_kernel(config: Config, platform: str) -> None:
             )
 
 
+def check_fp8_kernel(config: Config, platform: str) -> None:
+    """Checks that devices, mesh and model support `model.fp8_kernel=pallas` if a resolved config sets it."""
+    model, mesh, key = config.model, config.mesh, 'model.fp8_kernel=pallas'
+    if model.fp8_kernel == 'xla':
+        return
+    if model.fp8_scaling != 'delayed':
+        raise InputError(f'{key} requires model.fp8_scaling=delayed; found {model.fp8_scaling}; set it to xla')
+    if platform != 'gpu':
+        raise InputError(f'{key}: not available on {platform} devices; set it to xla')
+    if model.dtype != 'bfloat16':
+        raise InputError(f'{key} requires model.dtype=bfloat16; found {model.dtype}; set it to xla')
+    for name, found, most in (
+        # The kernel reads complete rows, and their transposed copy has one axis of rows.
+        ('mesh.tensor', mesh.tensor, 1),
+        ('mesh.context', mesh.context, 1),
+        ('model.lora_rank', model.lora_rank, 0),
+    ):
+        if found > most:
+            raise InputError(f'{key} requires a {name} of at most {most}; found {found}; set it to xla')
+
+
 def expert_matmul(requested: ExpertMatmul, platform: str, mesh: MeshConfig) -> ExpertMatmul:
     """Returns `model.expert_matmul` with auto resolved."""
     if requested == 'auto':

@@ -7,7 +7,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxlm.config.kernels import attention_kernel, check_matmul, check_norm_kernel, expert_matmul, multiplies
+from maxlm.config.kernels import (
+    attention_kernel,
+    check_fp8_kernel,
+    check_matmul,
+    check_norm_kernel,
+    expert_matmul,
+    multiplies,
+)
 from maxlm.config.loading import build, default
 from maxlm.config.mesh import check_layout, check_stages, resolve_mesh
 from maxlm.config.schema import AUTO, UNDECIDED_STEPS, Config, MeshConfig, ModelConfig, TrainConfig
@@ -150,6 +157,7 @@ def resolve(
         raise InputError(f'optimizer.name=soap: supports one device, found {num_devices}; set optimizer.name=muon')
     check_matmul(config, platform, capability)
     check_norm_kernel(config, platform)
+    check_fp8_kernel(config, platform)
     return dataclasses.replace(
         config,
         teacher=_resolved_teacher(config, platform, capability),
@@ -244,7 +252,9 @@ def resolve_on(
     """
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=False))
     mesh = MeshConfig(fsdp=1, tensor=num_devices) if share_layers else MeshConfig(fsdp=num_devices)
-    model = dataclasses.replace(config.model, attention='auto', expert_matmul='auto', norm_kernel='xla')
+    model = dataclasses.replace(
+        config.model, attention='auto', expert_matmul='auto', norm_kernel='xla', fp8_kernel='xla'
+    )
     kernel = attention_kernel(dataclasses.replace(config, model=model, mesh=mesh), platform, capability)
     model = dataclasses.replace(model, attention=kernel, expert_matmul=expert_matmul('auto', platform, mesh))
     if not multiplies(model.matmul_precision, platform, capability):

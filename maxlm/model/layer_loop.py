@@ -18,7 +18,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.model.attention.chunked import ATTENDED
 from maxlm.model.blocks import ACTIVATION_AXES, STACKS, Context, defers_additions
 from maxlm.model.experts.router import RouterStats
-from maxlm.model.layers.fp8 import SCALE
+from maxlm.model.fp8.products import SCALE
 from maxlm.model.layers.kv_cache import Cache, LayerCache
 from maxlm.model.layers.linear import FP8_KERNEL
 from maxlm.model.layers.masks import layer_kinds, layer_windows, window_of

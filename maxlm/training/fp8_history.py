@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from maxlm.model.layers.fp8 import E4M3, delayed_scales, quantize
+from maxlm.model.fp8.products import E4M3, delayed_scales, quantize
 from maxlm.model.layers.linear import FP8_KERNEL, FP8_SCALES
 from maxlm.model.layers.weight_only_quantization import KERNEL
 

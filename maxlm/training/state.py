@@ -90,7 +90,7 @@ def abstract_fp8_model(config: Config, partitioning: Partitioning) -> tuple[Deco
     model = nnx.eval_shape(lambda: _make_model(config, partitioning))
     linears = {path: module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
     return model, {
-        tuple(map(str, path)): linear.add_delayed_scaling()
+        tuple(map(str, path)): linear.add_delayed_scaling(has_kernels=config.model.fp8_kernel == 'pallas')
         for path, linear in sorted(linears.items())
         if linear.matmul == 'fp8'
     }

@@ -88,7 +88,7 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
     old, new = old_config.model, new_config.model
     # These keys may change between two attempts: they set initialization, regularization, precision and implementation.
     ignored = {'family', 'remat_policy', 'scan_layers', 'attention', 'matmul_precision', 'dtype', 'dropout'}
-    ignored |= {'init', 'init_std', 'norm_kernel'}
+    ignored |= {'init', 'init_std', 'norm_kernel', 'fp8_kernel'}
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in ignored and before != now:

@@ -203,6 +203,6 @@ def merge_checkpoint(checkpoint: str, output: str, *, show: bool) -> MergeResult
 
 def _merged_config(config: Config, source: str) -> Config:
     # The attention kernel depends on the device that runs the model.
-    model = dataclasses.replace(without_adapters(config.model), attention='auto', norm_kernel='xla')
+    model = dataclasses.replace(without_adapters(config.model), attention='auto', norm_kernel='xla', fp8_kernel='xla')
     merged = config_for_model(dataclasses.asdict(model), source)
     return dataclasses.replace(merged, data=dataclasses.replace(merged.data, seq_len=config.data.seq_len))

@@ -18,11 +18,16 @@ RematPolicy = Literal['none', 'dots', 'dots_no_batch', 'full', 'offload']
 # Dimensions of a head or of a latent of attention.
 Width = Annotated[int, Range(0, 2**16)]
 ExpertMatmul = Literal['auto', 'ragged_dot', 'tokamax', 'megablox', 'loop']
-NormKernel = Literal['xla', 'pallas']
+PallasKernel = Literal['xla', 'pallas']
 MatmulPrecision = Literal['default', 'fp8', 'mxfp8']
 AttentionKernel = Literal['auto', 'fastest', 'xla', 'cudnn', 'cudnn_mask', 'tokamax', 'splash']
 # Values of the keys of FP8 products for a model without them.
-NO_FP8: dict[str, Any] = {'matmul_precision': 'default', 'fp8_scaling': 'current', 'fp8_head': False}
+NO_FP8: dict[str, Any] = {
+    'matmul_precision': 'default',
+    'fp8_scaling': 'current',
+    'fp8_kernel': 'xla',
+    'fp8_head': False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,13 +220,17 @@ class ModelConfig:
     # Compute dtype; float16 has a loss scale. Parameters are always float32.
     dtype: Dtype = 'bfloat16'
     # Matrix products of the blocks' projections. default: in the compute dtype; fp8: 8-bit floats in forward and
-    # backward pass (maxlm/model/layers/fp8.py); mxfp8: the same with a scale for each 32 elements
+    # backward pass (maxlm/model/fp8/products.py); mxfp8: the same with a scale for each 32 elements
     # (maxlm/model/layers/mxfp8.py), which has not been measured. fp8 needs Ada, Hopper or newer GPUs, mxfp8 Blackwell;
     # CPUs emulate both slowly.
     matmul_precision: Annotated[MatmulPrecision, Renamed('matmul')] = 'default'
     # Scales of fp8 products. current: from the array itself; delayed: from the largest elements of the last
     # fp8_history steps, in training only (docs/performance.md).
     fp8_scaling: Literal['current', 'delayed'] = 'current'
+    # Rounding of the arrays of products with fp8_scaling=delayed. pallas: a GPU kernel reads an array once and writes
+    # both copies that cuBLAS needs, and the largest element (maxlm/model/fp8/rounding_kernel.py). It has not been
+    # measured on a GPU yet.
+    fp8_kernel: PallasKernel = 'xla'
     # Number of steps whose largest elements determine the scales of fp8_scaling=delayed.
     fp8_history: Annotated[int, Range(1, 1024)] = 16
     # Also use fp8 for the products of the head and their gradients, in the training loss only.
@@ -259,7 +268,7 @@ class ModelConfig:
     attention: AttentionKernel = 'auto'
     # Norms of the residual stream. pallas: a GPU kernel adds the branch to the stream and normalizes the sum, and
     # another one computes the gradients (maxlm/model/layers/norm_kernels.py). It has not been measured on a GPU yet.
-    norm_kernel: NormKernel = 'xla'
+    norm_kernel: PallasKernel = 'xla'
 
     @property
     def value_dim(self) -> int:

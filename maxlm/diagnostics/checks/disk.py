@@ -43,7 +43,7 @@ def checkpoint_bytes(config: Config | None) -> int | None:
     unsharded = dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=1),
-        model=dataclasses.replace(config.model, attention='auto', norm_kernel='xla'),
+        model=dataclasses.replace(config.model, attention='auto', norm_kernel='xla', fp8_kernel='xla'),
         train=dataclasses.replace(
             config.train,
             per_device_batch_size=0

@@ -13,8 +13,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.model.layers import fp8, mxfp8
+from maxlm.model.fp8 import kernel_products
+from maxlm.model.fp8 import products as fp8
+from maxlm.model.layers import mxfp8
 from maxlm.model.layers.lora import RANK, Adapter, adapter_parameters
+from maxlm.model.layers.projection_gradients import fan_out, narrowing_matmul
 from maxlm.model.layers.weight_only_quantization import (
     Codes,
     Weights,
@@ -27,6 +30,8 @@ from maxlm.model.layers.weight_only_quantization import (
 from maxlm.parallel.partitioning import Partitioning
 
 Initializer = Callable[..., jax.Array]
+# Input of projections in E4M3, with delayed scaling.
+Fp8Input = fp8.DelayedScaling | kernel_products.RoundedInput
 # Smallest number of rows for which a fused product is worth the concatenation of the kernels.
 MIN_FUSED_ROWS = 1024
 # Smallest number of inputs for which a kernel is transposed. With 384 inputs, the product of one row takes up to 20 %
@@ -64,6 +69,7 @@ class Linear(nnx.Module):
         is_transposed: True if the kernel is [*out_shape, *in_shape], as returned by `transpose_kernel`.
         joined_shapes: output shapes of the projections whose kernels are joined to this one; see `join`.
         is_bias_constant: True if the bias gets no gradient from the projection.
+        has_fp8_kernels: True if a GPU kernel rounds the arrays of products with delayed scaling.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Linear(nnx.Module):
         self.is_transposed = False
         self.joined_shapes: tuple[tuple[int, ...], ...] = ()
         self.is_bias_constant = False
+        self.has_fp8_kernels = False
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
@@ -122,12 +129,16 @@ class Linear(nnx.Module):
         self.kernel_codes = nnx.Param(found.codes, axes=self.codes_axes)
         self.kernel_scales = nnx.Param(found.scales, axes=self.scales_axes)
 
-    def add_delayed_scaling(self) -> tuple[int, ...]:
+    def add_delayed_scaling(self, *, has_kernels: bool) -> tuple[int, ...]:
         """Adds `FP8_KERNEL` and `FP8_SCALES` to a projection of abstract arrays; training sets their values.
+
+        Args:
+            has_kernels: value of `has_fp8_kernels`.
 
         Returns:
             The shape of the scales, [..., 3], with the axes over which the projection is stacked.
         """
+        self.has_fp8_kernels = has_kernels
         shape = self.kernel.shape
         scales_shape = (*shape[: len(shape) - len(self.axes)], len(fp8.SCALED))
         self.fp8_kernel = nnx.data(nnx.Variable(jax.ShapeDtypeStruct(shape, jnp.uint8)))
@@ -157,26 +168,26 @@ class Linear(nnx.Module):
                 if getattr(linear, name, None) is not None:
                     delattr(linear, name)
 
-    def quantized_input(self, x: jax.Array) -> fp8.DelayedScaling | None:
+    def quantized_input(self, x: jax.Array) -> Fp8Input | None:
         """Returns an input in E4M3, which projections of the same input share; None without delayed scaling."""
-        return None if self.fp8_scales is None else fp8.quantize_input(self._rows(x), self.fp8_scales[...])
+        if self.fp8_scales is None:
+            return None
+        if self.has_fp8_kernels:
+            return kernel_products.round_input(self._rows(x), self.fp8_scales[...], self.partitioning)
+        return fp8.quantize_input(self._rows(x), self.fp8_scales[...])
 
-    def __call__(self, x: jax.Array, quantized: fp8.DelayedScaling | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, quantized: Fp8Input | None = None) -> jax.Array:
         """Returns the projection of x. `quantized` is its `quantized_input` of this or another projection."""
         rows = x.shape[: x.ndim - self.num_in]
         flat = self.num_inputs
         if self.weights is not None:
             y = apply_frozen(partial(self._product, num_in=self.num_in), self._kernel_of(x.dtype), x, self._codes())
             return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
-        kernel = self._gathered_kernel(x.dtype)
         if self.matmul == 'fp8':
-            # Only the codes are gathered, one byte each. `kernel` is used only for its gradient.
-            codes, delayed = self._fp8_codes(), quantized or self.quantized_input(x)
-            codes = codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(flat, -1))
-            if delayed is not None and self.fp8_scales is not None:
-                delayed = delayed._replace(scales=self.fp8_scales[...])
-            y = fp8.product(self._rows(x), kernel.reshape(flat, -1), codes, delayed)
-        elif self.matmul == 'mxfp8':
+            y = self._fp8_product(self._rows(x), quantized or self.quantized_input(x))
+            return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+        kernel = self._gathered_kernel(x.dtype)
+        if self.matmul == 'mxfp8':
             y = mxfp8.product(x.reshape(-1, flat), kernel.reshape(flat, -1), self.partitioning.platform)
         elif self.is_transposed:
             y = transposed_matmul(x.reshape(-1, flat), kernel.reshape(-1, flat), platform=self.partitioning.platform)
@@ -184,11 +195,35 @@ class Linear(nnx.Module):
             y = self._product(x, kernel, self.num_in)
         return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
 
+    def _fp8_product(self, x_MI: jax.Array, quantized: Fp8Input | None) -> jax.Array:
+        if isinstance(quantized, kernel_products.RoundedInput):
+            return kernel_products.product(x_MI, self.fp8_projection(x_MI.dtype), quantized, self.partitioning)
+        if quantized is not None and self.fp8_scales is not None:
+            quantized = quantized._replace(scales=self.fp8_scales[...])
+        # The kernel is used only for its gradient.
+        slot_IO = self._gathered_kernel(x_MI.dtype).reshape(self.num_inputs, -1)
+        return fp8.product(x_MI, slot_IO, self._fp8_codes(), quantized)
+
+    def fp8_projection(self, dtype: jnp.dtype) -> kernel_products.Projection:
+        """Returns the arrays for GPU kernels, with gradients in `dtype`."""
+        assert self.fp8_scales is not None, 'only training with delayed scaling uses the kernels'
+        bias = self.bias[...].astype(dtype).reshape(-1) if self.bias is not None and self._sums_bias else None
+        slot = self._gathered_kernel(dtype).reshape(self.num_inputs, -1)
+        return kernel_products.Projection(slot, bias, self._fp8_codes(), self.fp8_scales[...])
+
+    @property
+    def _sums_bias(self) -> bool:
+        """Returns True if `_fp8_product` adds the bias, whose gradient the kernel sums."""
+        return self.has_fp8_kernels and not self.is_bias_constant
+
     def _fp8_codes(self) -> fp8.Fp8Codes:
-        """Returns the kernel in E4M3, which training with delayed scaling quantizes once per step."""
+        """Returns the kernel in E4M3, [I, O], which training with delayed scaling quantizes once per step."""
         if self.fp8_kernel is None or self.fp8_scales is None:
-            return fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
-        return fp8.Fp8Codes(self.fp8_kernel[...], jax.lax.stop_gradient(self.fp8_scales[...])[1])
+            codes = fp8.quantize(jax.lax.stop_gradient(self.kernel[...]), fp8.E4M3)
+        else:
+            codes = fp8.Fp8Codes(self.fp8_kernel[...], jax.lax.stop_gradient(self.fp8_scales[...])[1])
+        # Only the codes are gathered, one byte each.
+        return codes._replace(bits=self.partitioning.gathered(codes.bits, self.axes).reshape(self.num_inputs, -1))
 
     def _rows(self, x: jax.Array) -> jax.Array:
         """Returns x with flattened inputs, as a matrix if `_is_matrix`."""
@@ -211,7 +246,7 @@ class Linear(nnx.Module):
         flat = math.prod(x.shape[x.ndim - num_in :])
         x, matrix = x.reshape(-1, flat), matrix.reshape(flat, -1)
         if self.partitioning.platform == 'cpu' and flat > matrix.shape[1]:
-            return _narrowing_matmul(x, matrix)
+            return narrowing_matmul(x, matrix)
         return x @ matrix
 
     def effective_kernel(self, dtype: jnp.dtype) -> jax.Array:
@@ -265,7 +300,7 @@ class Linear(nnx.Module):
             lora_b = self._gathered(self.lora_b, (RANK, *self.axes[self.num_in :]), y.dtype)
             # The scale is applied to the smallest array.
             y = y + self._product(lowered * self.lora_scale, lora_b, 1).reshape(y.shape)
-        if self.bias is None:
+        if self.bias is None or self._sums_bias:
             return y
         bias = jax.lax.stop_gradient(self.bias[...]) if self.is_bias_constant else self.bias[...]
         bias = bias.astype(y.dtype)
@@ -280,26 +315,6 @@ class Linear(nnx.Module):
         split = any(self.partitioning.num_shards(axis) > 1 for axis in (*self.axes[self.num_in :], 'length'))
         # Concatenating dequantized kernels would write them to memory.
         return not split and self.matmul == 'default' and self.weights is None and not self.is_transposed
-
-
-@jax.custom_vjp
-def _narrowing_matmul(x_MI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """Returns x · kernel, [M, O], for a kernel with more inputs than outputs on a CPU.
-
-    The kernel's gradient is computed as (gradientᵀ · x)ᵀ. With 512 inputs, 128 outputs and 768 rows, XLA's product with
-    more columns than rows takes half the time of xᵀ · gradient.
-    """
-    return x_MI @ kernel_IO
-
-
-def _narrowing_backward(residuals: tuple[jax.Array, jax.Array], gradient_MO: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x_MI, kernel_IO = residuals
-    of_kernel_OI = jax.lax.dot_general(gradient_MO, x_MI, (((0,), (0,)), ((), ())))
-    # Without the barrier, XLA rewrites this as xᵀ · gradient.
-    return gradient_MO @ kernel_IO.T, jax.lax.optimization_barrier(of_kernel_OI).T
-
-
-_narrowing_matmul.defvjp(lambda x_MI, kernel_IO: (x_MI @ kernel_IO, (x_MI, kernel_IO)), _narrowing_backward)
 
 
 def transpose_kernel(kernel: jax.Array, num_in: int) -> jax.Array:
@@ -350,7 +365,7 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     is_fused = linears[0].partitioning.platform == 'cpu' and all(linear._is_whole for linear in linears)
     if x.size < MIN_FUSED_ROWS * x.shape[-1] or not is_fused:
         quantized = linears[0].quantized_input(x)
-        return [linear(copy, quantized) for linear, copy in zip(linears, _fan_out(x, len(linears)), strict=True)]
+        return [linear(copy, quantized) for linear, copy in zip(linears, fan_out(x, len(linears)), strict=True)]
     products = _fused_products(x, [linear._gathered_kernel(x.dtype).reshape(x.shape[-1], -1) for linear in linears])
     lora_as = [linear._gathered_lora_a(x.dtype) for linear in linears]
     # Adapters have a separate product, because frozen kernels need no gradient.
@@ -363,26 +378,6 @@ def fused_apply(linears: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
         )
         for linear, product, lora_a in zip(linears, products, lora_as, strict=True)
     ]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _fan_out(x: jax.Array, num: int) -> tuple[jax.Array, ...]:
-    """Returns x `num` times, and sums the gradients in the order in which JAX does.
-
-    In each addition, the gradient of one projection is the first operand. cuBLAS then adds the second operand within
-    the product. XLA does not look for a product in the second operand if the first one is a product with a sum.
-    """
-    return (x,) * num
-
-
-def _fan_out_backward(num: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
-    total = gradients[-1]
-    for gradient in gradients[-2::-1]:
-        total = gradient + total
-    return (total,)
-
-
-_fan_out.defvjp(lambda x, num: ((x,) * num, None), _fan_out_backward)
 
 
 def _fused_products(x: jax.Array, matrices: Sequence[jax.Array]) -> Sequence[jax.Array]:

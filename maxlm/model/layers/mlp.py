@@ -17,6 +17,8 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.model.fp8.kernel_feed_forward import UNSUPPORTED, FeedForwardPlan, feed_forward
+from maxlm.model.fp8.kernel_products import RoundedInput
 from maxlm.model.layers.initializers import initializers
 from maxlm.model.layers.linear import Initializer, Linear, fused_apply
 from maxlm.model.layers.lora import adapter_of
@@ -49,6 +51,8 @@ class FeedForward(nnx.Module):
         self.gate = linear('gate', *into, init.feedforward) if config.activation in GATED_ACTIVATIONS else None
         self.up = linear('up', *into, init.feedforward)
         self.down = linear('down', *back, init.residual)
+        self.plan = FeedForwardPlan(ACTIVATIONS[config.activation], partitioning)
+        self.is_compiled_by_triton = config.activation not in UNSUPPORTED
         self.activation = recomputed(ACTIVATIONS[config.activation], in_loop=config.scan_layers)
         self.partitioning = partitioning
         self.is_fp8 = config.matmul_precision == 'fp8'
@@ -59,6 +63,8 @@ class FeedForward(nnx.Module):
         return ('gate', 'up')
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        if self.up.has_fp8_kernels and self.is_compiled_by_triton:
+            return self._run_kernels(x_BTD)
         inputs = [self.up(x_BTD)] if self.gate is None else fused_apply((self.gate, self.up), x_BTD)
         if self.is_fp8:
             # XLA for GPUs would compute GELU within the product and return its input too, which fails for 8-bit floats.
@@ -66,6 +72,16 @@ class FeedForward(nnx.Module):
         with jax.named_scope('activation'):
             h_BTF = self.activation(*inputs)
         return self.down(self.partitioning.constrain(h_BTF, ('batch', 'length', 'ffn')))
+
+    def _run_kernels(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns the output with `model.fp8_kernel=pallas`."""
+        x_RD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        into = [self.up] if self.gate is None else [self.gate, self.up]
+        rounded = into[0].quantized_input(x_BTD)
+        assert isinstance(rounded, RoundedInput)
+        projections = [linear.fp8_projection(x_BTD.dtype) for linear in into]
+        y_RD = feed_forward(x_RD, projections, self.down.fp8_projection(x_BTD.dtype), rounded, self.plan)
+        return y_RD.reshape(x_BTD.shape)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

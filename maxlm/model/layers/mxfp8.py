@@ -16,7 +16,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.layers.fp8 import E4M3, MANTISSA
+from maxlm.model.fp8.products import E4M3, MANTISSA
 
 # Number of elements with a common scale.
 BLOCK = 32

@@ -20,6 +20,7 @@ from maxlm.planning.compiled.trip_counts import Scope, trip_count
 from maxlm.planning.estimate.transfers import KINDS
 
 PRODUCTS, ATTENTION, COMMUNICATION = 'matrix products', 'attention kernels', 'communication'
+ROUNDING = 'rounding to fp8'
 EXPERTS = 'inputs and outputs of experts'
 # Causes of traffic by name of a scope (`jax.named_scope`) in the metadata of an instruction. The last scope of a name
 # counts, since scopes are nested.
@@ -32,6 +33,7 @@ SCOPES = {
     'gradient_sum': 'gradient sums',
     'attention': 'attention inputs and outputs',
     'experts': EXPERTS,
+    'fp8': ROUNDING,
 }
 _SCOPE = re.compile(rf'(?:^|[/(])({"|".join(SCOPES)})(?=[/)]|$)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -192,7 +194,7 @@ class _Reader:
             return PRODUCTS
         scope, root = self._scope(instruction), self._root(instruction)
         if opcode.startswith('custom-call'):
-            return PRODUCTS if scope == EXPERTS else scope if scope == SCOPES['norm'] else ATTENTION
+            return PRODUCTS if scope == EXPERTS else scope if scope in (SCOPES['norm'], ROUNDING) else ATTENTION
         if root.opcode == 'dynamic-update-slice' or opcode in ('dynamic-slice', 'dynamic-update-slice'):
             return 'saved activations'
         if opcode in ('copy', 'copy-start', 'transpose') or root.opcode in ('copy', 'transpose', 'concatenate'):

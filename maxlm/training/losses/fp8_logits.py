@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from maxlm.model.layers.fp8 import E4M3, E5M2, Fp8Codes, Rounded, multiply, quantize
+from maxlm.model.fp8.products import E4M3, E5M2, Fp8Codes, Rounded, multiply, quantize
 from maxlm.training.losses.chunked_logits import PARTS, LogitChunks
 
 # The largest value of E5M2 is 57344, so elements up to 1.75 are in its range. The rest is for the z-loss.

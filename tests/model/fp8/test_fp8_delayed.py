@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxlm.model.layers import fp8
+from maxlm.model.fp8 import products as fp8
 
 E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 57344)
 SCALES = (2.0**-6, 2.0**-12, 2.0**-30)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from maxlm.model import layer_loop
-from maxlm.model.layers import fp8, linear
+from maxlm.model.fp8 import products as fp8
+from maxlm.model.layers import linear
 from tests.parameters import abstract_params, decoder_graph, logits, random_params
 from tests.small import small_batch, small_config
 

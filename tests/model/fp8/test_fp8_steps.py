@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from maxlm.model.layers import fp8
+from maxlm.model.fp8 import products as fp8
 from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
 from tests.gpu_compiler import needs_gpu_compiler, run_python
