@@ -169,7 +169,7 @@ def scale_by_soap(
         after = []
         for (path, grad), *own in zip(leaves, *columns, strict=True):
             matrix = matrices[names(path)]
-            run = partial(update_one, matrix.axes)
+            run: Callable[..., Any] = partial(update_one, matrix.axes)
             run = run if layout is None or layout.mesh.size == 1 else _per_device(run, matrix, layout)
             after.append(run(state.step, (grad, *own)))
         directions, *new = (tree.unflatten(each) for each in zip(*after, strict=True))

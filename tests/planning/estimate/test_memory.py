@@ -113,7 +113,6 @@ STATES |= {
     },
     'experts, stages, value embeddings of a dense layer': {
         **EXPERTS,
-        'mesh__fsdp': 2,
         'mesh__stage': 2,
         'train__per_device_batch_size': 1,
         'model__num_layers': 5,
