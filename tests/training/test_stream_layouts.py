@@ -25,7 +25,15 @@ LAYOUTS = {
     # The moments of AdamW include these parameters.
     'muon': ({'mesh__fsdp': 2}, {**DENSE, 'optimizer__name': 'muon'}),
     'tensor': ({'mesh__tensor': 2, 'mesh__fsdp': 1}, DENSE),
-    'context': ({'mesh__context': 2, 'mesh__fsdp': 1}, {**DENSE, 'model__family': 'gpt2'}),
+    'context': (
+        {'mesh__context': 2, 'mesh__fsdp': 1},
+        {
+            'model__family': 'gpt2',
+            'model__value_embedding_pattern': 'NV',
+            'model__value_gate_channels': 5,
+            'model__relative_attention_multiplier': 1.3,
+        },
+    ),
     'stage': ({'mesh__stage': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 2}, DENSE),
     'stage, repeated, experts': (
         {'mesh__stage': 2, 'mesh__num_pipeline_repeats': 2, 'mesh__fsdp': 1, 'train__per_device_batch_size': 2},
