@@ -4,9 +4,10 @@ Odd depths have the next multiple of 128 as width, in the recipe of 2025 only fo
 follow from the depth. Depth 24 has 0.68B parameters in its blocks, depth 64 has 12.9B. The set-up that this config
 reproduces states 4.3B for depth 64, but 64 layers × 12 · 4096² is 12.9B; 4.3B corresponds to about depth 44.
 
-Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT core=eval_bundle
-           prepares TEXT with one token per character, trains in runs/depth-64, reports CORE with the tasks in
-           eval_bundle (docs/evaluation.md) and the bits per byte of the validation data, and exports the model
+Command:   maxlm recipe --config=configs/depth.py:64 text=TEXT core=BUNDLE
+           prepares TEXT with one token per character, trains in runs/depth-64, reports CORE with the tasks in BUNDLE,
+           a directory, a URL or hf:DATASET (docs/evaluation.md), and the bits per byte of the validation data, and
+           exports the model
 Variants:  any positive integer, e.g. :4 for a trial on a CPU, :24, :64; with -2025 the recipe of October 2025, e.g.
            :24-2025, :64-2025; 2025 and 2026: the recipe at depth 24; smoke: 10 steps of a narrow model
 Hardware:  8 × H100 80 GB; a step of depth 64 is 8 GPUs × 4 sequences × 2048 tokens × 8 accumulation steps = 524,288
@@ -49,7 +50,7 @@ TRIAL_BUNDLE = Path(__file__).resolve().parent / 'core_trial'
 
 def get_phases(variant: str = '24') -> list[str]:
     data, run = f'data/depth-{variant}', f'runs/depth-{variant}'
-    # CORE needs a download, which a trial replaces by twelve questions.
+    # CORE needs a bundle, which a trial replaces by twelve questions.
     core = shlex.quote(str(TRIAL_BUNDLE)) if variant == 'smoke' else '{core:eval_bundle}'
     phases = [
         f'prepare --input {{text}} --output {data} --tokenizer {{tokenizer:chars}}',

@@ -111,12 +111,6 @@ def check_layout(config: Config) -> None:
             'multi-token prediction supports neither pipelines nor context parallelism; set both to 1, or '
             'model.mtp_depth=0'
         )
-    if mesh.stage > 1 and model.value_embedding_pattern and model.num_dense_layers:
-        raise InputError(
-            f'mesh.stage={mesh.stage} with model.value_embedding_pattern={model.value_embedding_pattern}: pipelines do '
-            f'not support value embeddings with first dense layers (model.num_dense_layers={model.num_dense_layers}); '
-            "set mesh.stage=1, or model.value_embedding_pattern=''"
-        )
     if mesh.stage > 1:
         check_stages(config)
     elif mesh.num_pipeline_repeats > 1:

@@ -152,9 +152,6 @@ def resolve(
         optimizer=dataclasses.replace(optimizer, warmup_steps=warmup_steps),
     )
     check_layout(config)
-    if optimizer.name == 'soap' and num_devices > 1:
-        # On the devices of a CPU, decompositions of sharded matrices in a branch of a program wait for each other.
-        raise InputError(f'optimizer.name=soap: supports one device, found {num_devices}; set optimizer.name=muon')
     check_matmul(config, platform, capability)
     check_norm_kernel(config, platform)
     check_fp8_kernel(config, platform)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from maxlm.errors import InputError, os_message
+from maxlm.evaluation.core_download import download_bundle, is_remote
 from maxlm.storage.json_text import parse_lines
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.storage.regular_files import read_bytes
@@ -79,7 +80,7 @@ def split_bundle(tasks: Sequence[str], key: str) -> tuple[str, list[str]]:
     """
     paths = [task.removeprefix(PREFIX) for task in tasks if task.startswith(PREFIX)]
     if len(paths) > 1 or '' in paths:
-        raise InputError(f'{key}={",".join(tasks)}: give the path of one bundle, {PREFIX}DIRECTORY')
+        raise InputError(f'{key}={",".join(tasks)}: give the directory or the URL of one bundle, {PREFIX}BUNDLE')
     return ''.join(paths), [task for task in tasks if not task.startswith(PREFIX)]
 
 
@@ -87,17 +88,20 @@ def open_bundle(path: str, *, limit: int | None = None, key: str = '--tasks') ->
     """Reads all tasks of a bundle.
 
     Args:
-        path: directory of the bundle.
+        path: directory of the bundle, or a source of `download_bundle`.
         limit: maximum number of examples per task, which are also the few-shot examples; None = all.
         key: name of the option in error messages.
 
     Raises:
-        InputError: a file cannot be read or has another format.
+        InputError: a file cannot be downloaded or read, or has another format.
     """
-    try:
-        folder = Path(PathOption(Kind.DIRECTORY).checked(path))
-    except ValueError as error:
-        raise InputError(f'{key}={PREFIX}{error}') from error
+    if is_remote(path):
+        folder = download_bundle(path, TASKS_FILE, key=key)
+    else:
+        try:
+            folder = Path(PathOption(Kind.DIRECTORY).checked(path))
+        except ValueError as error:
+            raise InputError(f'{key}={PREFIX}{error}') from error
     baselines = _baselines(folder / BASELINES_FILE)
     file = folder / TASKS_FILE
     try:

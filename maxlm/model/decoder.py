@@ -30,7 +30,7 @@ from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
 from maxlm.model.smear import PreviousTokens, smear
 from maxlm.model.stream import Stream, first_stream, make_parameters, without_backout
-from maxlm.model.value_embedding import looked_up, value_parameters, values_of
+from maxlm.model.value_embedding import looked_up, value_layers, value_parameters, values_of
 from maxlm.parallel.partitioning import SINGLE_DEVICE, Axes, Partitioning
 
 
@@ -360,15 +360,18 @@ class Decoder(nnx.Module):
             return result.packed(), router
 
         def run_dense(inputs: Any) -> jax.Array:
-            packed, (_, segments_BT, positions_BT, keys_L) = inputs
+            packed, (tokens_BT, segments_BT, positions_BT, keys_L) = inputs
             context = self._context(segments_BT, positions_BT, None, 0, None)
+            values = values_of(self.value_embeddings, self.value_gates)
+            context = context._replace(tokens_BT=tokens_BT, values=values)
             return self._run_dense_layers(stream.unpacked(packed), context, keys_L, None)[0].packed()
 
         def place(variable: nnx.Variable) -> nnx.Variable:
             axes = ('repeats', 'stage', 'layers_of_stage', *variable.axes[1:])
             return variable.replace(self.partitioning.constrain(variable[...], axes))
 
-        variables = (self.value_embeddings, self.value_gates)
+        of_dense = sum(value_layers(config)[:num_dense])
+        variables = jax.tree.map(lambda stack: stack[of_dense:], (self.value_embeddings, self.value_gates))
         of_tokens = (tokens_BT if self.value_embeddings is not None else None, segments_BT, positions_BT)
         side_M = (*(None if x is None else split(x) for x in of_tokens), keys_ML)
         packed = stream.packed()

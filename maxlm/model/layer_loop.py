@@ -173,8 +173,8 @@ def _values_of(
         return [False] * num, None
     has_values = value_layers(config)
     if not isinstance(first_layer, int):
-        # A chunk of a pipeline has complete periods, and its context has only its own embeddings.
-        return has_values[:num], values
+        # A chunk of a pipeline has complete periods, which end at the last layer, and only its own embeddings.
+        return has_values[-num:], values
     own, before = has_values[first_layer : first_layer + num], sum(has_values[:first_layer])
     return own, jax.tree.map(lambda leaf: leaf[before : before + sum(own)], values) if any(own) else None
 

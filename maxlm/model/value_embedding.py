@@ -59,10 +59,12 @@ def value_parameters(config: ModelConfig, rngs: nnx.Rngs) -> tuple[nnx.Param | N
     shape = (L, config.vocab_size, K * config.head_dim)
     # Initial values of tables do not depend on the width; see `maxlm.model.layers.transfer`.
     base = dataclasses.replace(config, dim=config.base_dim or config.dim)
-    tables = parameter(rngs, shape, ('layers', *_TABLE_AXES), initializers(base).projection)
+    # All stages of a pipeline have the first dense layers, so the stages cannot shard the stack.
+    layers = 'dense_layers' if any(value_layers(config)[: config.num_dense_layers]) else 'layers'
+    tables = parameter(rngs, shape, (layers, *_TABLE_AXES), initializers(base).projection)
     if not C:
         return tables, None
-    return tables, parameter(rngs, (L, C, K), ('layers', 'gate_channels', 'kv_heads'), _initial_gate)
+    return tables, parameter(rngs, (L, C, K), (layers, 'gate_channels', 'kv_heads'), _initial_gate)
 
 
 def values_of(tables: nnx.Param | None, gates: nnx.Param | None) -> ValueEmbeddings | None:

@@ -235,13 +235,21 @@ class Layout:
                 )
         return self._parameter_sharding(shape, axes)
 
-    def spread_matrices(self, axes: Sequence[str], num_stack_axes: int) -> tuple[list[NamedSharding], int]:
+    def spread_matrices(
+        self, axes: Sequence[str], num_stack_axes: int, moved: Sequence[str] = ()
+    ) -> tuple[list[NamedSharding], int]:
         """Returns the shardings that lead from a stack of matrices to complete matrices per device.
 
         The shardings start with that of the stack. The first `num_stack_axes` of `axes` number the matrices. The last
         of them is sharded over more devices: those with shards of a matrix or copies of it (axis `data`; links between
         replicas are too slow). Consecutive shardings differ in one mesh axis, which needs one all-to-all over that
         axis. If two axes change at once, XLA gathers the complete stack on every device.
+
+        Args:
+            axes: logical axes of the stack.
+            num_stack_axes: number of its axes that number matrices.
+            moved: mesh axes to shard the last of them over, in addition to its own; by default those of the other axes
+                and `data`.
 
         Returns:
             The shardings, and the number of devices over which that axis is sharded in the end; it must divide the size
@@ -250,9 +258,10 @@ class Layout:
         last = num_stack_axes - 1
         spec = [self.mesh_axes(axis) for axis in axes]
         placements = [self.named(*axes)]
-        for moved in (*(mesh_axis for mesh_axes in spec[num_stack_axes:] for mesh_axis in mesh_axes), 'data'):
-            spec = [tuple(mesh_axis for mesh_axis in mesh_axes if mesh_axis != moved) for mesh_axes in spec]
-            spec[last] = (*spec[last], moved)
+        of_matrix = (mesh_axis for mesh_axes in spec[num_stack_axes:] for mesh_axis in mesh_axes)
+        for mesh_axis in moved or (*of_matrix, 'data'):
+            spec = [tuple(name for name in mesh_axes if name != mesh_axis) for mesh_axes in spec]
+            spec[last] = (*spec[last], mesh_axis)
             placements.append(NamedSharding(self.mesh, PartitionSpec(*(names or None for names in spec))))
         return placements, math.prod(self.mesh.shape[mesh_axis] for mesh_axis in spec[last])
 

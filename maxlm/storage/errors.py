@@ -133,6 +133,10 @@ def classify_error(path: str, error: Exception) -> StorageError:
     """
     if isinstance(error, StorageError):
         return error
+    # fsspec reports a server that does not answer as a missing file.
+    cause = error.__cause__
+    if isinstance(error, FileNotFoundError) and isinstance(cause, Exception) and not http_status(error):
+        error = cause if _is_any(cause, TRANSIENT_ERRORS) else error
     kind = error_kind(error)
     error_class = TransientStorageError if kind is ErrorKind.TRANSIENT else StorageError
     return error_class(f'{redact(path) if "://" in path else path}: {_reason(path, error, kind)}')

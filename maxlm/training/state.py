@@ -264,7 +264,7 @@ def optimizer_of(
     """
     schedule = schedule or make_schedule(config.optimizer, config.train.num_steps)
     if config.optimizer.is_function:
-        return user_optimizer(config.optimizer, schedule, _described_params(config, layout))
+        return user_optimizer(config.optimizer, schedule, _described_params(config, layout), layout.of_state)
     _, variables = nnx.split(abstract_model(config, layout))
     axes = {tuple(map(str, path)): variable.axes for path, variable in nnx.to_flat_state(variables)}
     return make_optimizer(config, axes, layout.of_state, schedule, fractions)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxlm.errors import InputError
-from tests.small import EXPERTS, small_config
+from tests.small import small_config
 
 # The model has 8 heads of size 4 and an FFN dimension of 128; the sequence length is 16.
 COMMON = {
@@ -159,13 +159,6 @@ def test_stages_must_divide_the_layers(settings, fragments, numbers):
         assert 'does not split' in error_message(
             8, **{**settings, 'mesh__stage': pair[0], 'mesh__num_pipeline_repeats': pair[1]}
         )
-
-
-def test_pipelines_have_no_value_embeddings_in_dense_first_layers():
-    settings = {**EXPERTS, 'mesh__stage': 2, 'model__value_embedding_pattern': 'V'}
-    message = error_message(8, **settings)
-    for fragment in ('mesh.stage=2', 'model.value_embedding_pattern=V', 'model.num_dense_layers=1'):
-        assert fragment in message
 
 
 def test_the_number_of_micro_batches_must_be_a_multiple_of_the_stages():

@@ -34,6 +34,6 @@ def test_empty_parts(text):
 
 @pytest.mark.parametrize('text', ['core:a,core:b', 'core:'])
 def test_a_single_bundle_is_required(text):
-    with pytest.raises(InputError, match=f'--tasks={text}: give the path of one bundle, core:DIRECTORY'):
+    with pytest.raises(InputError, match=f'--tasks={text}: give the directory or the URL of one bundle, core:BUNDLE'):
         parse_tasks(text)
     assert parse_tasks('core:a,core:a').core == 'a'

@@ -2,7 +2,7 @@
 
 A checkpoint is a workdir (its newest step), `WORKDIR@STEP`, `WORKDIR@best`, or the directory of one step. Several
 checkpoints are compared in one table. Without --tasks, reports the loss on held-out data. With --tasks, runs lm-eval
-benchmarks, task files, core:DIRECTORY (the CORE metric), humaneval:FILE, mbpp:FILE, questions:FILE (exact answers) or
+benchmarks, task files, core:BUNDLE (the CORE metric), humaneval:FILE, mbpp:FILE, questions:FILE (exact answers) or
 needle, and reports the loss only if --data is given. --export-texts writes the texts of lm-eval tasks, for
 `maxlm prepare --filter decontaminate:FILE`.
 """
@@ -53,8 +53,7 @@ def make_parser() -> ArgumentParser:
         '--tasks',
         type=PathList(PathOption()),
         default='',
-        help='comma-separated lm-eval tasks, task files, core:DIRECTORY, humaneval:FILE, mbpp:FILE, questions:FILE, '
-        'needle',
+        help='comma-separated lm-eval tasks, task files, core:BUNDLE, humaneval:FILE, mbpp:FILE, questions:FILE, needle',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
     add('--tasks-path', type=folder, default='', help='folder of task files that --tasks can select by name')

@@ -34,7 +34,7 @@ HINTS_BY_ERROR = {
     'give its tokenizer.json': ', as in tokenizer=ids:50257:50256',
     'add --token-dtype': ', as in text="DIR --token-dtype=uint16"',
     '--exclude': ', as in text="DIR --exclude=README.md"',
-    'the directory of an evaluation bundle': ', as in core=DIRECTORY; docs/evaluation.md says where to download it',
+    'the directory of an evaluation bundle': ', as in core=DIRECTORY or core=URL; see docs/evaluation.md',
     'choose another --output': '; in a recipe, remove that directory or start in another one',
 }
 

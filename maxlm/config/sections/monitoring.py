@@ -27,7 +27,7 @@ class EvalConfig:
     # Maximum number of tokens per continuation.
     sample_max_tokens: Annotated[int, Range(1, 10**5), Renamed('sample_tokens')] = 64
     # lm-eval benchmarks scored by likelihood, as names (need the extra `eval` and access to the hub) or as paths of
-    # task files: ('arc_easy', 'tasks/mine.yaml'). `core:DIRECTORY` is the CORE metric of an evaluation bundle.
+    # task files: ('arc_easy', 'tasks/mine.yaml'). `core:BUNDLE` is the CORE metric of a bundle, at a path or a URL.
     tasks: Annotated[tuple, PathOption()] = ()
     # Steps between two runs of the benchmarks, which also run at the last step; 0 = never.
     tasks_interval: Annotated[Steps, Renamed('tasks_every')] = 0

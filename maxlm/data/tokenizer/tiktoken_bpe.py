@@ -13,10 +13,21 @@ from maxlm.data.tokenizer.byte_and_char import byte_spelling
 
 # Regular expression of `ByteLevel` in the library: the words of GPT-2 (Radford et al. 2019), from its `encoder.py`.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Split of GPT-4, from tiktoken's `openai_public.py`, as published tokenizers write it.
+_GPT4_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|{digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Expressions that both regex engines read alike. Others differ: {1,3}+ is possessive only in tiktoken.
+SPLITS = (
+    WORDS,
+    # nanochat's, from its `tokenizer.py`.
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    *(_GPT4_WORDS.replace('{digits}', digits) for digits in (r'\p{N}', r'\p{N}{1,2}', r'\p{N}{1,3}')),
+)
 
 
 def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarray] | None:
-    """Returns an encoder from text to uint32 ids if `library` is byte-level BPE like that of `train_bpe`, else None.
+    """Returns an encoder from text to uint32 ids if `library` is byte-level BPE with one of SPLITS, else None.
 
     The library merges the pairs in its list of merges; tiktoken merges any pair that forms a token. Both give the same
     ids if each token has exactly one merge, ids follow the order of the merges, and each token is encoded to itself.
@@ -24,7 +35,8 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
 
     The encoder raises ValueError for text that tiktoken cannot split, such as a very long sequence of spaces.
     """
-    if split_pattern(json.loads(library.to_str())) != WORDS:
+    pattern = split_pattern(json.loads(library.to_str()))
+    if pattern not in SPLITS:
         return None
     ranks = byte_pair_ranks(library)
     if ranks is None:
@@ -32,7 +44,7 @@ def byte_pair_encoder(library: tokenizers.Tokenizer) -> Callable[[str], np.ndarr
 
     import tiktoken
 
-    encoding = tiktoken.Encoding('maxlm', pat_str=WORDS, mergeable_ranks=ranks, special_tokens={})
+    encoding = tiktoken.Encoding('maxlm', pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return lambda text: encoding.encode_to_numpy(text, disallowed_special=())
 
 

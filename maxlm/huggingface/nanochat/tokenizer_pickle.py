@@ -102,7 +102,7 @@ def _check_splits(tokenizer: Tokenizer, encoding: Encoding, source: str) -> None
         expected = [reference.encode_ordinary(text) for text in _TEXTS]
     except ValueError as error:
         raise InputError(f'{source}: its pattern is not usable ({error}); {_EXPORT}') from error
-    found = [ids.tolist() for ids in tokenizer.encode_batch(_TEXTS)]
+    found = [ids.tolist() for ids in tokenizer.encode_batch_by_library(_TEXTS)]
     if wrong := [text for text, *ids in zip(_TEXTS, expected, found, strict=True) if ids[0] != ids[1]]:
         raise InputError(
             f'{source}: the pattern {encoding.pattern[:100]!r} splits {wrong[0]!r} otherwise than in tiktoken; '

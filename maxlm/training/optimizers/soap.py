@@ -9,6 +9,10 @@ For a matrix with gradient G [I, O], update t = 1, 2, … computes algorithm 3 o
 Update 0 only computes L, R and their eigenvectors, and its direction is zero, as in the authors' code. The authors also
 sort the eigenvectors by eigenvalue, which changes no direction but needs V to be permuted; this file does not.
 
+Each device updates its share of the matrices. They are complete before the decompositions, which then need no
+communication. With sharded matrices, XLA would gather the operands of each decomposition in the branch that contains
+it, in an order that differs between the devices of a CPU, which then wait for each other.
+
 It is written as an optimizer of a user (`maxlm.training.optimizers.user_optimizer`), so that placement, planned memory
 and checkpoints of its state need no code.
 """
@@ -22,16 +26,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.model.parameters import names
+from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import matrix_shape, num_stack_axes
 from maxlm.training.optimizers.parameter_groups import DECAYED
+from maxlm.training.optimizers.state_placement import state_axes
+from maxlm.training.optimizers.user_optimizer import Parameter
 
 # Updates between two computations of the eigenbases, as in the paper.
 FREQUENCY = 10
 # Sides of a matrix that are longer than this have the identity as basis and no preconditioner.
 MAX_DIM = 4096
+# Mesh axes over which the matrices of a stack are distributed. Links between replicas are too slow.
+_SPREAD = ('fsdp', 'expert', 'context', 'tensor', 'data')
 _dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -59,6 +69,7 @@ def soap(
     *,
     frequency: int = FREQUENCY,
     max_dim: int = MAX_DIM,
+    layout: Layout | None = None,
 ) -> optax.GradientTransformation:
     """Returns SOAP for the matrices of the blocks and Adam for all other parameters, with decoupled weight decay.
 
@@ -68,12 +79,19 @@ def soap(
         params: tree of `Parameter`.
         frequency: number of updates from one computation of the eigenbases to the next.
         max_dim: longest side of a matrix with a preconditioner.
+        layout: layout of the parameters and of the state; None = one device.
     """
     described = jax.tree.leaves_with_path(params)
-    axes = {names(path): param.axes for path, param in described if param.kind == 'matrix'}
+    matrices = {names(path): param for path, param in described if param.kind == 'matrix'}
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     rotated = scale_by_soap(
-        axes, beta1=config.beta1, beta2=config.beta2, epsilon=config.eps, frequency=frequency, max_dim=max_dim
+        matrices,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        epsilon=config.eps,
+        frequency=frequency,
+        max_dim=max_dim,
+        layout=layout,
     )
     kinds = jax.tree.map(lambda param: 'matrix' if param.kind == 'matrix' else 'other', params)
     decayed = jax.tree.map(lambda param: param.kind in DECAYED[config.weight_decay_mask], params)
@@ -85,24 +103,25 @@ def soap(
 
 
 def scale_by_soap(
-    axes: Mapping[tuple[str, ...], tuple[str, ...]],
+    matrices: Mapping[tuple[str, ...], Parameter],
     *,
     beta1: float,
     beta2: float,
     epsilon: float,
     frequency: int,
     max_dim: int,
+    layout: Layout | None,
 ) -> optax.GradientTransformation:
     """Returns the transformation of the gradients of stacks of matrices into SOAP's direction.
 
     Args:
-        axes: logical axes of the stacks by path.
+        matrices: descriptions of the stacks by path.
         beta1, beta2, epsilon: β₁, β₂ and ε.
-        frequency, max_dim: see `soap`.
+        frequency, max_dim, layout: see `soap`.
     """
 
     def squares(path: tuple[Any, ...], param: jax.Array) -> tuple[jax.Array | None, ...]:
-        own = axes[names(path)]
+        own = matrices[names(path)].axes
         stack = param.shape[: num_stack_axes(own)]
         sides = matrix_shape(param.shape, own)
         return tuple(jnp.zeros((*stack, side, side)) if side <= max_dim else None for side in sides)
@@ -112,12 +131,11 @@ def scale_by_soap(
         make = partial(jax.tree_util.tree_map_with_path, squares)
         return SoapState(jnp.zeros((), jnp.int32), zeros(params), zeros(params), make(params), make(params))
 
-    def update_one(
-        path: tuple[Any, ...], grad: jax.Array, mu: jax.Array, nu: jax.Array, factors: Any, bases: Any, count: jax.Array
-    ) -> tuple[Any, ...]:
-        own, shape = axes[names(path)], grad.shape
-        matrices = (*shape[: num_stack_axes(own)], *matrix_shape(shape, own))
-        grad, mu, nu = (each.reshape(matrices).astype(jnp.float32) for each in (grad, mu, nu))
+    def update_one(own: tuple[str, ...], count: jax.Array, stacks: tuple[Any, ...]) -> tuple[Any, ...]:
+        grad, mu, nu, factors, bases = stacks
+        shape = grad.shape
+        flat = (*shape[: num_stack_axes(own)], *matrix_shape(shape, own))
+        grad, mu, nu = (each.reshape(flat).astype(jnp.float32) for each in (grad, mu, nu))
         is_first = count == 0
         rotated = _rotate(grad, bases)
         mu = jnp.where(is_first, mu, beta1 * mu + (1 - beta1) * grad)
@@ -148,14 +166,57 @@ def scale_by_soap(
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         columns = [tree.flatten_up_to(each) for each in state[1:]]
-        after = [
-            update_one(path, grad, mu, nu, factors, bases, state.step)
-            for (path, grad), mu, nu, factors, bases in zip(leaves, *columns, strict=True)
-        ]
+        after = []
+        for (path, grad), *own in zip(leaves, *columns, strict=True):
+            matrix = matrices[names(path)]
+            run: Callable[..., Any] = partial(update_one, matrix.axes)
+            run = run if layout is None or layout.mesh.size == 1 else _per_device(run, matrix, layout)
+            after.append(run(state.step, (grad, *own)))
         directions, *new = (tree.unflatten(each) for each in zip(*after, strict=True))
         return directions, SoapState(jnp.asarray(optax.safe_increment(state.step)), *new)
 
     return optax.GradientTransformation(init, update)
+
+
+def _per_device(function: Callable[..., Any], param: Parameter, layout: Layout) -> Callable[..., Any]:
+    """Returns `function` of a number and stacks of arrays, which each device computes for its share of the stacks.
+
+    A stack gets zeros if the number of devices does not divide its size.
+
+    Args:
+        function: its results are trees of stacks with the shapes of its arguments.
+        param: parameter to whose optimizer state the stacks belong.
+        layout: layout of the stacks.
+    """
+    num, size = num_stack_axes(param.axes), param.shape[num_stack_axes(param.axes) - 1]
+    of_stack = {mesh_axis for axis in param.axes[:num] for mesh_axis in layout.mesh_axes(axis)}
+    moved = [mesh_axis for mesh_axis in _SPREAD if mesh_axis not in of_stack]
+
+    def placements(x: jax.Array) -> tuple[list[jax.NamedSharding], int]:
+        shape = (*x.shape[: num - 1], size, *x.shape[num:])
+        axes = param.axes if shape == param.shape else state_axes(shape, param, layout.num_shards)
+        return layout.spread_matrices(axes, num, moved)
+
+    def spread(x: jax.Array) -> jax.Array:
+        steps, parts = placements(x)
+        x = jnp.pad(x, [(0, -size % parts if axis == num - 1 else 0) for axis in range(x.ndim)])
+        for step in steps:
+            x = jax.lax.with_sharding_constraint(x, step)
+        return x
+
+    def collect(x: jax.Array) -> jax.Array:
+        for step in reversed(placements(x)[0]):
+            x = jax.lax.with_sharding_constraint(x, step)
+        return jax.lax.slice_in_dim(x, 0, size, axis=num - 1)
+
+    def run(count: jax.Array, stacks: Any) -> Any:
+        spec = PartitionSpec(*layout.spread_matrices(param.axes, num, moved)[0][-1].spec[:num])
+        mapped = jax.shard_map(
+            function, mesh=layout.mesh, in_specs=(PartitionSpec(), spec), out_specs=spec, check_vma=False
+        )
+        return jax.tree.map(collect, mapped(count, jax.tree.map(spread, stacks)))
+
+    return run
 
 
 def _rotate(x: jax.Array, bases: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import optax
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.user_function import call_function, load_function
 from maxlm.errors import InputError
+from maxlm.parallel.layout import Layout
 from maxlm.training.optimizers.muon import num_inputs, num_stack_axes
 
 KEY = 'optimizer.name'
@@ -54,13 +56,16 @@ class Parameter:
         return tuple(range(self.input_axes[-1] + 1, len(self.axes)))
 
 
-def user_optimizer(config: OptimizerConfig, schedule: optax.Schedule, params: Any) -> optax.GradientTransformation:
+def user_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, params: Any, layout: Layout | None = None
+) -> optax.GradientTransformation:
     """Returns the optimizer of the function `optimizer.name`.
 
     Args:
         config: section `optimizer` of the config.
         schedule: learning rate by number of updates.
         params: tree of the trainable parameters, with a `Parameter` in place of each array.
+        layout: layout of the state, for SHIPPED optimizers; None = one device.
 
     Raises:
         InputError: the function cannot be imported, fails or does not return an optimizer.
@@ -68,6 +73,8 @@ def user_optimizer(config: OptimizerConfig, schedule: optax.Schedule, params: An
     function = load_function(
         SHIPPED.get(config.name, config.name), kind=KEY, arguments=('config', 'learning_rate', 'params')
     )
+    if config.name in SHIPPED:
+        function = functools.partial(function, layout=layout)
     optimizer = call_function(function, config, schedule, params, name=config.name, kind=KEY)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise InputError(

@@ -111,6 +111,16 @@ STATES |= {
         'optimizer__name': 'muon',
         'optimizer__muon_beta2': 0.9,
     },
+    'experts, stages, value embeddings of a dense layer': {
+        **EXPERTS,
+        'mesh__stage': 2,
+        'train__per_device_batch_size': 1,
+        'model__num_layers': 5,
+        'model__num_dense_layers': 1,
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+        'optimizer__moment_dtype': 'int8',
+    },
     'stream': {**STREAM, 'mesh__tensor': 2, 'optimizer__moment_dtype': 'int8', 'model__dim': 256},
     'multi-token prediction': {'model__mtp_depth': 2, 'mesh__tensor': 2, 'optimizer__ema_decay': 0.9},
     'value embeddings': {
