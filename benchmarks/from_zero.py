@@ -109,7 +109,7 @@ def main() -> None:
     options = parser.parse_args()
     if (options.page == 'fine-tune') != (options.model is not None):
         parser.error('--page=fine-tune and --model must be used together')
-    facts = {'machine': machine(), 'load_at_start': round(os.getloadavg()[0], 1)}
+    facts: dict[str, Any] = {'machine': machine(), 'load_at_start': round(os.getloadavg()[0], 1)}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         if options.model:

@@ -53,7 +53,8 @@ def make_parser() -> ArgumentParser:
         '--tasks',
         type=PathList(PathOption()),
         default='',
-        help='comma-separated lm-eval tasks, task files, core:BUNDLE, humaneval:FILE, mbpp:FILE, questions:FILE, needle',
+        help='comma-separated lm-eval tasks, task files, core:BUNDLE, humaneval:FILE, mbpp:FILE, questions:FILE, '
+        'needle',
     )
     folder = PathOption(Kind.DIRECTORY, may_be_empty=True)
     add('--tasks-path', type=folder, default='', help='folder of task files that --tasks can select by name')
