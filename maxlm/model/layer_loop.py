@@ -6,6 +6,7 @@ Shapes: B batch, T query length, S key length, D dim, L layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache as memoize
 from functools import partial
 from typing import Any
 
@@ -151,6 +152,20 @@ def run_layers_unrolled(
     For one token, slicing a stack would cost more than the computation. The arguments and the result are those of
     `run_layers`, as lists over layers, without statistics.
     """
+
+    @memoize
+    def layer_of(graph: Any, window: int) -> Callable[..., tuple[jax.Array, list[Cache]]]:
+        """Returns a function that is traced and lowered once for all layers of one kind; XLA inlines its calls."""
+
+        @jax.jit
+        def run_layer(
+            x_BTD: jax.Array, context: Context, block: Any, parts: list[Cache]
+        ) -> tuple[jax.Array, list[Cache]]:
+            x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, context, window, LayerCache(parts, 0), None)
+            return x_BTD, cache.blocks
+
+        return run_layer
+
     updated, has_values = [], value_layers(config)
     layers = zip(graphs, layer_kinds(config), layer_windows(config), blocks, caches, strict=True)
     for index, (graph, kind, window, block, parts) in enumerate(layers):
@@ -159,9 +174,9 @@ def run_layers_unrolled(
         layer_context = context.for_layer(kind, divisor, jax.tree.map(lambda leaf, n=number: leaf[n], values))
         of_layer = stream.scales.of_layer(index)
         x_BTD = of_layer.mix(stream.x_BTD, stream.input_BTD)
-        x_BTD, cache, _ = nnx.merge(graph, block)(x_BTD, layer_context, window, LayerCache(parts, 0), None)
+        x_BTD, parts = layer_of(graph, window)(x_BTD, layer_context, block, parts)
         stream = stream._replace(x_BTD=x_BTD, backout_BTD=of_layer.keep(stream.backout_BTD, x_BTD))
-        updated.append(cache.blocks)
+        updated.append(parts)
     return stream, updated
 
 
