@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 def maxlm(workdir: str) -> Backends:
     """Returns the backend of `maxlm evaluate`, which chooses its batch size."""
-    from maxlm.evaluation.lm_eval_model import LmEvalModel, harness_model
+    from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel, harness_model
     from maxlm.inference.load import load_model
     from maxlm.inference.scoring import LogprobScorer
     from maxlm.runtime.malloc import disable_malloc_trim

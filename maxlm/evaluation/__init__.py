@@ -1,1 +1,1 @@
-"""Evaluation: perplexity, samples, lm-eval tasks, CORE, code generation, long contexts, and tables of results."""
+"""Losses, samples and scores of preference pairs on held-out data, their statistics, and tables of results."""

@@ -11,7 +11,7 @@ import jax
 
 from maxlm.checkpoint.manager import Checkpoints
 from maxlm.config.schema import UNDECIDED_STEPS
-from maxlm.evaluation.periodic import Tasks, open_tasks
+from maxlm.evaluation.tasks.periodic import Tasks, open_tasks
 from maxlm.hardware.chips import Peak, find_peak
 from maxlm.hardware.identity import identify, summary
 from maxlm.log import logger, progress_bar

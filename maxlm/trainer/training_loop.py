@@ -14,7 +14,7 @@ import jax
 
 from maxlm.checkpoint.retention import SavePolicy
 from maxlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, InputError, TerminatedError
-from maxlm.evaluation.periodic import task_text
+from maxlm.evaluation.tasks.periodic import task_text
 from maxlm.log import logger
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.trainer.batch_source import BatchSource

@@ -7,8 +7,8 @@ import httpx
 import jsonschema
 import pytest
 
-from maxlm.evaluation.lm_eval_model import LmEvalModel
-from maxlm.evaluation.lm_eval_tasks import Benchmarks
+from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel
+from maxlm.evaluation.tasks.lm_eval_tasks import Benchmarks
 from maxlm.huggingface.import_model import import_model
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model

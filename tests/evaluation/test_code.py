@@ -9,7 +9,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.code import HUMANEVAL_STOPS, ProgramsConfig, open_suite, solve
+from maxlm.evaluation.tasks.code import HUMANEVAL_STOPS, ProgramsConfig, open_suite, solve
 from tests.evaluation.engines import RecitingEngine
 
 ADD = 'def add(a: int, b: int) -> int:\n    """The sum.\n    >>> add(1, 2)\n    3\n    """\n'

@@ -11,8 +11,8 @@ import pytest
 
 from maxlm.cli.runs import recipe
 from maxlm.errors import InputError
-from maxlm.evaluation import core_download
-from maxlm.evaluation.core_bundle import open_bundle
+from maxlm.evaluation.tasks import core_download
+from maxlm.evaluation.tasks.core_bundle import open_bundle
 from maxlm.storage import download
 from tests.evaluation.core_bundles import write_bundle
 

@@ -10,7 +10,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import MAX_TOKENS, LmEvalModel, harness_model
+from maxlm.evaluation.tasks.lm_eval_model import MAX_TOKENS, LmEvalModel, harness_model
 from tests.evaluation.engines import RecitingEngine
 
 CONTEXT = 300

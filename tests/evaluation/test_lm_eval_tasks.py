@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import LmEvalModel
-from maxlm.evaluation.lm_eval_tasks import ALIASES, Benchmarks, measures, write_results
+from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel
+from maxlm.evaluation.tasks.lm_eval_tasks import ALIASES, Benchmarks, measures, write_results
 from maxlm.inference import scoring
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
@@ -132,7 +132,7 @@ def test_a_planted_error_is_found(model, tasks, theirs, monkeypatch):
     assert ('local_last_word', 'perplexity,none') in different
     monkeypatch.undo()
     # Windows that start one token later miss a token.
-    monkeypatch.setattr('maxlm.evaluation.lm_eval_model.windows', lambda *given: scoring.windows(*given)[1:])
+    monkeypatch.setattr('maxlm.evaluation.tasks.lm_eval_model.windows', lambda *given: scoring.windows(*given)[1:])
     planted = Benchmarks([str(tasks / 'rolling.yaml')]).run(answers_of(model[0]))
     name = 'local_rolling', 'bits_per_byte,none'
     assert scores(planted)[name] != pytest.approx(scores(theirs)[name], rel=TOLERANCE)

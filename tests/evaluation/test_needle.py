@@ -5,7 +5,7 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.needle import (
+from maxlm.evaluation.tasks.needle import (
     CHOICES,
     DEPTHS,
     NeedleConfig,

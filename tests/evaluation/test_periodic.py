@@ -10,7 +10,7 @@ from maxlm.cli.models import evaluate
 from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.evaluation.periodic import task_text
+from maxlm.evaluation.tasks.periodic import task_text
 from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT

@@ -8,7 +8,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.questions import ask, check_questions
+from maxlm.evaluation.tasks.questions import ask, check_questions
 from tests.evaluation.engines import RecitingEngine
 
 TOKENIZER = bytes_tokenizer()

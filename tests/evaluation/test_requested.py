@@ -3,7 +3,7 @@
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.runner import ParsedTasks, parse_tasks
+from maxlm.evaluation.tasks.runner import ParsedTasks, parse_tasks
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxlm.cli.runs import report
-from maxlm.evaluation.core_bundle import open_bundle
+from maxlm.evaluation.tasks.core_bundle import open_bundle
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.evaluation.table import Column, table_json
 from maxlm.reporting.overview import tiles

@@ -170,7 +170,7 @@ def check_inputs(phases: Sequence[Sequence[str] | None], configs: Sequence[Confi
     from maxlm.data.formats.discovery import find_inputs
     from maxlm.data.formats.jsonl import read_objects  # slow to import
     from maxlm.data.prepare.prepare_dataset import check_preparation
-    from maxlm.evaluation.core_bundle import open_bundle, split_bundle
+    from maxlm.evaluation.tasks.core_bundle import open_bundle, split_bundle
 
     vocabularies: dict[str, int] = {}
     for position, (phase, config) in enumerate(zip(phases, configs, strict=True), start=1):

@@ -20,7 +20,7 @@ from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import FilterResult
 from maxlm.data.filters.decontaminate import decontaminate
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
-from maxlm.evaluation import runner
+from maxlm.evaluation.tasks import runner
 from maxlm.inference.scoring import Likelihood, LogprobScorer
 from maxlm.installation import pip_install
 from maxlm.telemetry.metrics import read_metrics

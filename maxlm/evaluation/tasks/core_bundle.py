@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.core_download import download_bundle, is_remote
+from maxlm.evaluation.tasks.core_download import download_bundle, is_remote
 from maxlm.storage.json_text import parse_lines
 from maxlm.storage.paths import Kind, PathOption
 from maxlm.storage.regular_files import read_bytes

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.evaluation.lm_eval_model import LmEvalModel, harness_model, missing_lm_eval
+from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel, harness_model, missing_lm_eval
 from maxlm.evaluation.output import output_directory, to_json, write_samples
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
 

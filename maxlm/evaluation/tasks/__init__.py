@@ -1,0 +1,1 @@
+"""Tasks: lm-eval, CORE, code generation, exact answers and long contexts."""
