@@ -292,8 +292,9 @@ def _forward_bytes(config: Config, kind: ModelConfig) -> float:
 def quantization_bytes(config: Config) -> float:
     """Returns the bytes per token and block of the quantization to FP8.
 
-    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. For
-    MXFP8 they are read and written once for each of two products.
+    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. A
+    kernel (`model.fp8_kernel`) reads them once and writes two copies, and the backward pass of the activation writes
+    its results in 8 bits only. For MXFP8 they are read and written once for each of two products.
     """
     model, tensor = config.model, config.mesh.tensor
     if model.matmul_precision == 'default':
@@ -305,6 +306,8 @@ def quantization_bytes(config: Config) -> float:
     width = jnp.dtype(model.dtype).itemsize
     if model.matmul_precision == 'mxfp8':
         return (width + 1 + 1 / BLOCK) * (inputs * (forward_passes(config) + 1) + 2 * outputs)
+    if model.fp8_kernel == 'pallas':
+        return (width + 2) * (inputs * forward_passes(config) + outputs - gates * model.ffn_dim)
     return (2 * width + 1) * (inputs * forward_passes(config) + outputs)
 
 

@@ -32,7 +32,7 @@ def fp8_rounding_answer(model: ModelConfig, rows: int, width: int) -> KnownAnswe
         # In such a run, the kernel only rounds.
         name = 'swiglu' if count == 2 else 'silu'
     activation = ACTIVATIONS[name]
-    scales = [jnp.float32(SCALES[0]), *[jnp.float32(SCALES[1])] * count]
+    scales = [np.float32(SCALES[0]), *[np.float32(SCALES[1])] * count]
     roundings = [Rounding(E4M3), *[Rounding(E5M2, has_sums=True)] * count]
 
     def compute(*tiles: jax.Array) -> tuple[jax.Array, ...]:

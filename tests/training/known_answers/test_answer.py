@@ -209,6 +209,10 @@ def test_the_kernels_of_a_config():
     assert kinds(training_answers(experts))[-2:] == ['product of experts (model.expert_matmul=loop)'] * 2
     fused = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm_kernel='pallas'))
     assert 'layernorm of a sum (model.norm_kernel=pallas)' in kinds(training_answers(fused))
+    model = dataclasses.replace(CONFIG.model, fp8_kernel='pallas')
+    assert 'gelu_tanh in fp8 (model.fp8_kernel=pallas)' in kinds(
+        training_answers(dataclasses.replace(CONFIG, model=model))
+    )
     served = serving_answers(CONFIG, max_context=32, int8_cache=True)
     assert kinds(served) == ['attention to a cache of int8', *layers]
 
