@@ -157,6 +157,11 @@ measure 1b_documents_visible 40 configs/1b.py "${few[@]}" "${short[@]}" --config
 # Delayed scaling, alone and with the head.
 delayed=(--config.model.matmul_precision=fp8 --config.model.fp8_scaling=delayed)
 measure 1b_fp8_delayed 150 configs/1b.py "${learning[@]}" "${delayed[@]}" --beside="$out/1b.json"
+# The kernels that round to fp8, alone and with the norm kernels.
+rounding=("${delayed[@]}" --config.model.fp8_kernel=pallas)
+measure 1b_fp8_kernels 150 configs/1b.py "${learning[@]}" "${rounding[@]}" --beside="$out/1b_fp8_delayed.json"
+measure 1b_fp8_all_kernels 150 configs/1b.py "${learning[@]}" "${rounding[@]}" --config.model.norm_kernel=pallas \
+  --beside="$out/1b_fp8_delayed.json"
 measure 1b_fp8_head 150 configs/1b.py "${learning[@]}" "${delayed[@]}" --config.model.fp8_head=true --beside="$out/1b.json"
 measure xlarge_fp8 45 configs/mix.py:xlarge "${few[@]}" "${short[@]}" --config.model.matmul_precision=fp8
 measure 7b_8layers_fp8 45 configs/code.py:7b "${few[@]}" --config.model.num_layers=8 --config.train.global_batch_size=8 \

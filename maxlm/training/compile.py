@@ -143,9 +143,11 @@ def _lower(step: Any, config: Config, *arguments: Any) -> Any:
         return step.lower(*arguments)
     except RuntimeError as error:
         # Since release 0.11, JAX compiles Triton kernels when it lowers a program, and asks the GPU for its kind.
-        if config.model.norm_kernel != 'pallas' or 'No supported GPU devices' not in str(error):
+        keys = [f'model.{name}' for name in ('norm_kernel', 'fp8_kernel') if getattr(config.model, name) == 'pallas']
+        if not keys or 'No supported GPU devices' not in str(error):
             raise
+        chosen, remedy = (' and '.join(f'{key}={value}' for key in keys) for value in ('pallas', 'xla'))
         raise InputError(
-            f'model.norm_kernel=pallas: JAX {jax.__version__} compiles these kernels only on a machine with a GPU; set '
-            'model.norm_kernel=xla, or estimate with maxlm plan --estimate'
+            f'{chosen}: JAX {jax.__version__} compiles these kernels only on a machine with a GPU; set {remedy}, or '
+            'estimate with maxlm plan --estimate'
         ) from None

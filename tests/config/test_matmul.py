@@ -98,6 +98,7 @@ def test_a_finished_run_uses_fp8_only_on_supported_devices(platform, capability,
 
 DELAYED = {'model__fp8_scaling': 'delayed'}
 HEAD = {'model__fp8_head': True}
+KERNEL = {'model__fp8_kernel': 'pallas'}
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,12 @@ HEAD = {'model__fp8_head': True}
         ({**HEAD, 'distill__logits_dir': 'data/logits'}, ['model.fp8_head=True', 'cross-entropy']),
         ({**HEAD, 'model__vocab_size': 100}, ['model.vocab_size is 100', '96 or 112']),
         ({'model__fp8_history': 0}, ['model.fp8_history', '1']),
+        (KERNEL, ['model.fp8_kernel=pallas requires model.fp8_scaling=delayed; found current', 'set it to xla']),
+        ({**DELAYED, **KERNEL, 'platform': 'cpu'}, ['fp8_kernel=pallas: not available on cpu devices', 'xla']),
+        ({**DELAYED, **KERNEL, 'mesh__tensor': 2}, ['fp8_kernel=pallas', 'a mesh.tensor of at most 1; found 2']),
+        ({**DELAYED, **KERNEL, 'mesh__context': 2}, ['fp8_kernel=pallas', 'a mesh.context of at most 1; found 2']),
+        ({**DELAYED, **KERNEL, 'model__lora_rank': 4}, ['fp8_kernel=pallas', 'a model.lora_rank of at most 0']),
+        ({**DELAYED, **KERNEL, 'model__dtype': 'float32'}, ['fp8_kernel=pallas', 'model.dtype=bfloat16']),
     ],
 )
 def test_unsupported_scaling_and_heads_are_refused(settings, fragments):
@@ -123,10 +130,12 @@ def test_unsupported_scaling_and_heads_are_refused(settings, fragments):
     assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('settings', [DELAYED, {**HEAD, 'model__vocab_size': 112}, {**DELAYED, 'mesh__tensor': 2}])
+@pytest.mark.parametrize(
+    'settings', [DELAYED, {**DELAYED, **KERNEL}, {**HEAD, 'model__vocab_size': 112}, {**DELAYED, 'mesh__tensor': 2}]
+)
 def test_supported_scaling_and_heads(settings):
     model = resolved(**settings).model
-    for key in DELAYED | HEAD:
+    for key in DELAYED | HEAD | KERNEL:
         name = key.removeprefix('model__')
         assert getattr(model, name) == settings.get(key, getattr(ModelConfig(), name))
 
@@ -134,3 +143,8 @@ def test_supported_scaling_and_heads(settings):
 def test_a_finished_run_without_fp8_products_has_no_scales():
     config = resolve_on(resolved(**DELAYED), platform='gpu', num_devices=1, capability=A100)
     assert config.model.fp8_scaling == 'current'
+
+
+def test_a_finished_run_needs_no_kernel():
+    config = resolve_on(resolved(**DELAYED, **KERNEL), platform='cpu', num_devices=1)
+    assert (config.model.matmul_precision, config.model.fp8_kernel) == ('fp8', 'xla')

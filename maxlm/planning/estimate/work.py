@@ -292,9 +292,11 @@ def _forward_bytes(config: Config, kind: ModelConfig) -> float:
 def quantization_bytes(config: Config) -> float:
     """Returns the bytes per token and block of the quantization to FP8.
 
-    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. For
-    MXFP8, this happens for each of two products. For one of them, the array is transposed before. The kernels are
-    quantized in each micro-batch, also in two directions. The maximum of a block is written and read twice in float32.
+    Inputs of products and gradients of their outputs are read for their maximum, read again and written in 8 bits. A
+    kernel (`model.fp8_kernel`) reads them once and writes two copies, and the backward pass of the activation writes
+    its results in 8 bits only. For MXFP8, arrays are read for each of two products. For one of them, the array is
+    transposed before. The kernels are quantized in each micro-batch, also in two directions. The maximum of a block is
+    written and read twice in float32.
     """
     model, tensor = config.model, config.mesh.tensor
     if model.matmul_precision == 'default':
@@ -311,6 +313,8 @@ def quantization_bytes(config: Config) -> float:
         kernels = size / (config.train.per_device_batch_size * config.data.seq_len)
         forward = inputs * rows + kernels * columns
         return forward * forward_passes(config) + inputs * columns + outputs * (rows + columns) + kernels * rows
+    if model.fp8_kernel == 'pallas':
+        return (width + 2) * (inputs * forward_passes(config) + outputs - gates * model.ffn_dim)
     return (2 * width + 1) * (inputs * forward_passes(config) + outputs)
 
 

@@ -11,6 +11,7 @@ from maxlm.model.layers.masks import layer_windows
 from maxlm.training.known_answers.answer import KnownAnswer
 from maxlm.training.known_answers.attention import attention_answer, cache_answer
 from maxlm.training.known_answers.experts import experts_answer
+from maxlm.training.known_answers.fp8_rounding import fp8_rounding_answer
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
 from maxlm.training.known_answers.residual_norm import residual_norm_answer
@@ -39,6 +40,8 @@ def training_answers(config: Config) -> list[KnownAnswer]:
     vocab_size = padded_vocabulary(model.vocab_size, mesh.tensor) // mesh.tensor
     answers.append(loss_answer(config, tokens=tokens, vocab_size=vocab_size))
     answers += _layers(model, mesh, min(tokens, MAX_ROWS))
+    if model.fp8_kernel == 'pallas':
+        answers.append(fp8_rounding_answer(model, min(tokens, MAX_ROWS), model.ffn_dim))
     if model.num_experts and not model.expert_capacity_factor:
         answers += _experts(model, mesh)
     return answers

@@ -1,7 +1,6 @@
-"""Training steps whose arrays the rounding kernel rounds, interpreted on CPUs, against those of XLA."""
+"""Training steps whose arrays the rounding kernel rounds, as formulas on CPUs, against those of XLA."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 from maxlm.training.compile import compile_train_step
 from maxlm.training.state import abstract_state
+from tests.model.fp8.rounding_on_cpu import use_formulas
 from tests.parameters import first_state
 from tests.small import small_batch, small_config, small_layout
 
@@ -31,7 +31,6 @@ CASES = {
 STEPS = 3
 
 
-@functools.cache
 def run(kernel, **overrides):
     """Returns loss and gradient norm of each step, and the history of the largest elements."""
     config = small_config(**{**COMMON, **overrides})
@@ -47,17 +46,13 @@ def run(kernel, **overrides):
     return np.array(rows), jax.device_get(state.fp8_history)
 
 
-# Two interpreted steps take 8 seconds to compile.
-DAILY = 'own gradients'
-PARAMETERS = [
-    pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name != DAILY)) for name, case in CASES.items()
-]
-
-
-@pytest.mark.parametrize('case', PARAMETERS)
-def test_steps_are_those_of_xla(case):
-    (found, history), (expected, right) = run('pallas', **case), run('xla', **case)
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_steps_are_those_of_xla(case, monkeypatch):
+    traced = use_formulas(monkeypatch)
+    found, history = run('pallas', **case)
+    assert traced
+    expected, right = run('xla', **case)
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=3e-4)
     np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-2)
     assert (right > 0).all()
-    np.testing.assert_allclose(history, right, rtol=0.05)
+    np.testing.assert_allclose(history, right, rtol=0.2)

@@ -15,11 +15,13 @@ from maxlm.training.known_answers.answer import find_mistake, measure
 from maxlm.training.known_answers.attention import attention_answer, cache_answer
 from maxlm.training.known_answers.check import describe, wrong_kernel
 from maxlm.training.known_answers.experts import experts_answer
+from maxlm.training.known_answers.fp8_rounding import fp8_rounding_answer
 from maxlm.training.known_answers.kernels import serving_answers, training_answers, training_settings
 from maxlm.training.known_answers.layers import activation_answer, norm_answer, product_answer
 from maxlm.training.known_answers.loss import loss_answer
 from maxlm.training.known_answers.residual_norm import residual_norm_answer
 from tests.model.attention import cudnn_on_cpu
+from tests.model.fp8 import rounding_on_cpu
 from tests.model.layers.norm_kernels_on_cpu import use_formulas
 from tests.small import small_config
 
@@ -46,6 +48,8 @@ ANSWERS = {
     ),
     'norm': lambda: norm_answer(MODEL, ROWS),
     'residual norm': lambda: residual_norm_answer(MODEL, ROWS),
+    'rounding to fp8': lambda: fp8_rounding_answer(MODEL, ROWS, 48),
+    'rounding to fp8 of gelu': lambda: fp8_rounding_answer(dataclasses.replace(MODEL, activation='gelu'), ROWS, 48),
     'activation': lambda: activation_answer(MODEL, ROWS, 48),
     'experts': lambda: experts_answer(dataclasses.replace(MODEL, expert_matmul='ragged_dot'), 16, 24),
 }
@@ -64,6 +68,7 @@ def wrong(answer, index, change):
 def test_kernels_are_right_and_one_percent_is_found(name, monkeypatch):
     # Interpreted kernels take long to compile; tests/model/layers/test_norm_kernels.py compares them.
     use_formulas(monkeypatch)
+    rounding_on_cpu.use_formulas(monkeypatch)
     answer = ANSWERS[name]()
     assert find_mistake(answer, DEVICES) is None
     # The last array of a training kernel is a gradient.
@@ -204,6 +209,10 @@ def test_the_kernels_of_a_config():
     assert kinds(training_answers(experts))[-2:] == ['product of experts (model.expert_matmul=loop)'] * 2
     fused = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, norm_kernel='pallas'))
     assert 'layernorm of a sum (model.norm_kernel=pallas)' in kinds(training_answers(fused))
+    model = dataclasses.replace(CONFIG.model, fp8_kernel='pallas')
+    assert 'gelu_tanh in fp8 (model.fp8_kernel=pallas)' in kinds(
+        training_answers(dataclasses.replace(CONFIG, model=model))
+    )
     served = serving_answers(CONFIG, max_context=32, int8_cache=True)
     assert kinds(served) == ['attention to a cache of int8', *layers]
 
