@@ -140,6 +140,7 @@ def performance(read: Read) -> Iterator[str]:
         f'{before["traffic"] / GB:.0f} GB in {before["kernels"]:,}'
     )
     yield f'The norm kernels save {(before["traffic"] - after["traffic"]) / GB:.0f} GB'
+    yield from step_programs(read)
     yield from overlap(read)
     yield from loop(read)
     yield from growth(read)
@@ -152,6 +153,25 @@ def decoding(read: Read) -> Iterator[str]:
             sizes = [f'{result[key] / 1e9:.2f}' for key in ('bytes_per_pass', 'bytes_per_call')]
             yield row(result['slots'], version, result['kernels_per_pass'], *sizes)
         yield f'{after["weight_and_cache_bytes"] / 1e9:.2f} GB'
+
+
+def step_programs(read: Read) -> Iterator[str]:
+    columns, programs = ('before', 'xla', 'pallas'), read('step_programs_h100')['programs']
+    sizes = {name: [program[name]['traffic'] for program in programs] for name in columns}
+    for (before, now), verb in ((columns[:2], 'steps on eight GPUs'), (columns[1:], 'norm kernels')):
+        saved = [100 - 100 * after / first for first, after in zip(sizes[before], sizes[now], strict=True)]
+        yield f'{verb} by {range_of(saved, ".0f", " % to ")} %'
+    for program in programs:
+        name = program['config'].removeprefix('configs/').replace('.py', '')
+        forms = (('traffic', GB, ',.0f'), ('kernels', 1, ',.0f'), ('memory_bytes', GIB, '.1f'))
+        yield row(name, *(f'{program[each][key] / unit:{form}}' for key, unit, form in forms for each in columns))
+    neox, *_, code = ({each: program[each]['causes_gb'] for each in columns} for program in programs)
+    yield f'({neox["pallas"]["norm"]:.0f} GB instead of {neox["xla"]["norm"]:.0f})'
+    attention, copies = 'attention inputs and outputs', 'copies and concatenations'
+    yield f'from {neox["xla"][attention]:.0f} to {neox["pallas"][attention]:.0f} GB'
+    yield f'({neox["xla"][copies]:.0f} to {neox["pallas"][copies]:.0f} GB)'
+    assert code['xla'][copies] == code['pallas'][copies]
+    yield f'keeps its {code["pallas"][copies]:.0f} GB of copies'
 
 
 def overlap(read: Read) -> Iterator[str]:
