@@ -23,6 +23,7 @@ COMMANDS = {
     'configs': Command('setup', 'list the shipped configs, or print one to edit it'),
     'prepare': Command('setup', 'filter, deduplicate, tokenize and pack text into a training dataset'),
     'questions': Command('setup', 'convert multiple-choice questions to prompts for grpo and texts for training'),
+    'tokenizer': Command('setup', 'compare bytes per token of tokenizers on English, code, maths and other scripts'),
     'fetch': Command('setup', 'download files or datasets from a bucket'),
     'plan': Command('setup', 'estimate memory, time and cost of a run on any hardware'),
     'doctor': Command('setup', 'check drivers, devices, disks, buckets and data, then run two training steps'),

@@ -64,6 +64,7 @@ OTHERS = {
     'configs show': 'prints a config',
     'prepare': 'writes data',
     'questions': 'writes prompts',
+    'tokenizer': 'reads only the tokenizer',
     'fetch': 'copies files',
     'plan': 'compiles without parameters',
     'doctor': 'trains like train',

@@ -168,6 +168,7 @@ def required(command, replaced):
         'train': ['--config=in', '--workdir=out'],
         'distill': ['--data=in', '--teacher=in', '--output=out'],
         'grpo': ['--config=in', '--workdir=out'],
+        'tokenizer': ['names=in'],
         'monitor': ['workdirs=in'],
         'supervise': [],
         'report': ['workdirs=in'],
@@ -245,7 +246,7 @@ def test_the_docs_list_options_with_urls():
 
 
 def shown_as(name):
-    return name if name.startswith('-') else 'CHECKPOINT' if name == 'checkpoint' else 'WORKDIR'
+    return name if name.startswith('-') else {'checkpoint': 'CHECKPOINT', 'names': 'TOKENIZER'}.get(name, 'WORKDIR')
 
 
 def refused_urls(option):
