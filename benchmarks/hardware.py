@@ -100,18 +100,17 @@ def plan_tables(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(gb: int, target: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        ['preset', 'training', 'batch', 'GiB', 'tokens/s', 'settings'],
-        ['---', '---', '---', *['---:'] * 2, '---'],
+        ['preset', 'batch', 'GiB', 'tokens/s', 'settings'],
+        ['---', '---', *['---:'] * 2, '---'],
     ]
     for row in rows:
         if plan := row[target]:
             names = (SHORT.get(key, key + '={}').format(value, **plan) for key, value in plan['changes'].items())
-            name = f'`{row["preset"]}`, {format_si(row["parameters"])}'
+            kind = '' if row['training'] == 'full' else f', {row["training"]}'
+            name = f'`{row["preset"]}`, {format_si(row["parameters"])}{kind}'
             batch = f'{plan["micro_batch"]} × {plan["seq_len"]}'
             speed = format_si(plan['tokens_per_second'])
-            lines.append(
-                [name, row['training'], batch, f'{plan["memory_gib"]:.1f}', speed, ', '.join(filter(None, names))]
-            )
+            lines.append([name, batch, f'{plan["memory_gib"]:.1f}', speed, ', '.join(filter(None, names))])
     table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
     missing = ', '.join(f'`{row["preset"]}`' for row in rows if row[target] is None)
     parts = [f'## {gb} GB: `--target={target}`', table, *([f'Does not fit: {missing}.'] if missing else [])]
