@@ -47,7 +47,7 @@ PLANS, LOSSES = 'plans', 'losses'
 # Keys of a layout → its name in the table.
 SHORT = {
     'train.per_device_batch_size': '',
-    'model.remat_policy': 'remat {}',
+    'model.remat_policy': 'remat `{}`',
     'model.scan_layers': 'unrolled layers',
     'mesh.host_offload': '{} in host memory ({host_gib:.0f} GiB)',
 }
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     }
     options.output.write_text(json.dumps(result, indent=1) + '\n')
     page = options.page.read_text()
-    page = replaced(page, PLANS, plan_table(result['plans']))
+    page = replaced(page, PLANS, plan_tables(result['plans']))
     options.page.write_text(replaced(page, LOSSES, loss_table(RESULTS)))
     return EXIT_DONE
 
@@ -93,23 +93,28 @@ def plan_preset(name: str, targets: Mapping[int, str] = TARGETS) -> dict[str, An
     return {'preset': name, 'training': kind, 'parameters': count_parameters(plan.forecast.config.model), **plans}
 
 
-def plan_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows of the first table: preset, training, parameters, and a cell for each target."""
-    gpus = (f'{gb} GB (`{target.partition(":")[0]}`)' for gb, target in TARGETS.items())
-    lines = [['preset', 'training', 'parameters', *gpus], ['---', '---', '---:', *['---'] * len(TARGETS)]]
+def plan_tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a section for each GPU: its table, and the presets that do not fit."""
+    return '\n\n'.join(_section(gb, target, rows) for gb, target in TARGETS.items())
+
+
+def _section(gb: int, target: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        ['preset', 'batch', 'GiB', 'tokens/s', 'settings'],
+        ['---', '---', *['---:'] * 2, '---'],
+    ]
     for row in rows:
-        cells = [_cell(row[target]) for target in TARGETS.values()]
-        lines.append([f'`{row["preset"]}`', row['training'], format_si(row['parameters']), *cells])
-    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
-
-
-def _cell(plan: Mapping[str, Any] | None) -> str:
-    if plan is None:
-        return 'does not fit'
-    changes = [SHORT.get(key, key + '={}').format(value, **plan) for key, value in plan['changes'].items()]
-    batch = f'{plan["micro_batch"]} × {plan["seq_len"]}'
-    speed = f'{format_si(plan["tokens_per_second"])} tokens/s'
-    return '; '.join([f'{batch}, {plan["memory_gib"]:.1f} GiB, {speed}', *filter(None, changes)])
+        if plan := row[target]:
+            names = (SHORT.get(key, key + '={}').format(value, **plan) for key, value in plan['changes'].items())
+            kind = '' if row['training'] == 'full' else f', {row["training"]}'
+            name = f'`{row["preset"]}`, {format_si(row["parameters"])}{kind}'
+            batch = f'{plan["micro_batch"]} × {plan["seq_len"]}'
+            speed = format_si(plan['tokens_per_second'])
+            lines.append([name, batch, f'{plan["memory_gib"]:.1f}', speed, ', '.join(filter(None, names))])
+    table = '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+    missing = ', '.join(f'`{row["preset"]}`' for row in rows if row[target] is None)
+    parts = [f'## {gb} GB: `--target={target}`', table, *([f'Does not fit: {missing}.'] if missing else [])]
+    return '\n\n'.join(parts)
 
 
 def loss_table(results: Path) -> str:

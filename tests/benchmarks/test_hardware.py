@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from benchmarks.hardware import LOSSES, PLANS, PRESETS, RESULTS, TARGETS, loss_table, plan_preset, plan_table, replaced
+from benchmarks.hardware import LOSSES, PLANS, PRESETS, RESULTS, TARGETS, loss_table, plan_preset, plan_tables, replaced
 from tests.conftest import ROOT
 
 
@@ -41,11 +41,11 @@ def test_plans_equal_those_of_the_file(planned, name, caplog):
 
 def test_the_page_has_both_tables(result):
     page = (ROOT / 'docs/hardware.md').read_text()
-    assert replaced(page, PLANS, plan_table(result['plans'])) == page
+    assert replaced(page, PLANS, plan_tables(result['plans'])) == page
     assert replaced(page, LOSSES, loss_table(ROOT / RESULTS)) == page
     # Negative control: other plans change the page.
     changed = [{**row, TARGETS[10]: None} for row in result['plans']]
-    assert replaced(page, PLANS, plan_table(changed)) != page
+    assert replaced(page, PLANS, plan_tables(changed)) != page
 
 
 def test_every_plan_fits_its_gpu(result):

@@ -36,6 +36,7 @@ CLAIMS = {
     'The present program has not been measured on a GPU': 'decode_1b_h100.json',
     'Not measured yet: a second size': 'nanochat_peer_6_*.json',
     "None of the providers' commands has been run for this page": 'runpod*.json',
+    'state in host memory has not been timed on a GPU': f'*host*{GPU}',
     'Their effect on the speed has not been measured yet': f'xla_flags*{GPU}',
 }
 UNMEASURED = re.compile(r'(?i)\b(?:not|never|no|none)\b[^.|:]{0,60}\b(?:measured|timed|been run|run on)\b|unmeasured')
