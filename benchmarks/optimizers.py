@@ -3,19 +3,24 @@
     python -m benchmarks.optimizers --config=configs/depth.py:12 [--config.section.key=value …] [--output=FILE]
 
 Gradients are random, and each update waits for the device. The variants alternate, so that the load of the machine
-affects all of them. Prints the median of each variant, and writes JSON with machine and versions.
+affects all of them. Prints the median and the mean of each variant, and writes JSON with machine and versions. Only the
+mean includes the eigenbases of SOAP, which every 10th update computes, if the number of updates is a multiple of 10.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.step import machine, resolve_here
 from maxlm.cli.parser import ArgumentParser
@@ -23,9 +28,24 @@ from maxlm.config.config_files import split_overrides
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.parallel.layout import make_layout
-from maxlm.training.state import init_state
+from maxlm.training.state import TrainState, init_state
 from maxlm.training.update import make_update
 
+# The options of a config must not affect the variants.
+DEFAULTS = (
+    'adam_learning_rate=0',
+    'embedding_learning_rate=0',
+    'groups=()',
+    'cautious_decay=false',
+    'weight_decay_schedule=constant',
+    'muon_coefficients=newton_schulz',
+    'muon_row_equilibration=false',
+    'muon_renormalize=false',
+    'muon_beta2=0',
+    'muon_scaled_decay=false',
+    'muon_momentum_warmup_steps=0',
+    'muon_final_momentum=0',
+)
 MUON = ('name=muon',)
 POLAR = (*MUON, 'muon_coefficients=polar_express')
 # Overrides of keys of the optimizer by name of the variant. Each adds one option to the variant before it.
@@ -49,45 +69,55 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(rest)
 
-    updates = {}
+    updates, states = {}, {}
     for name, keys in VARIANTS.items():
-        # The options of a config must not affect the variants.
-        config = resolve_here(options.config, ['optimizer.adam_learning_rate=0', *overrides, *_keys(keys)])
-        updates[name] = _compiled(config)
+        config = resolve_here(options.config, [*overrides, *_keys(keys)])
+        updates[name], states[name] = _compiled(config)
     seconds: dict[str, list[float]] = {name: [] for name in updates}
     for _ in range(options.updates):
-        for name, (update, arguments) in updates.items():
+        for name, update in updates.items():
             start = time.perf_counter()
-            jax.block_until_ready(update(*arguments))
+            states[name] = jax.block_until_ready(update(states[name]))
             seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(each) for name, each in seconds.items()}
+    means = {name: statistics.mean(each) for name, each in seconds.items()}
     for name, median in medians.items():
-        print(f'{name}: {1e3 * median:.1f} ms ({min(seconds[name]) * 1e3:.1f} to {max(seconds[name]) * 1e3:.1f})')
+        print(f'{name}: median {1e3 * median:.1f} ms, mean {1e3 * means[name]:.1f} ms')
     if options.output:
-        result = {'name': 'optimizers', 'config': options.config, 'overrides': overrides, 'seconds': medians}
+        result = {'name': 'optimizers', 'config': options.config, 'overrides': overrides, 'updates': options.updates}
+        result |= {'seconds': medians, 'mean_seconds': means, 'load': os.getloadavg()[0]}
         options.output.write_text(json.dumps({**result, 'machine': machine()}, indent=1) + '\n')
     return EXIT_DONE
 
 
 def _keys(keys: tuple[str, ...]) -> list[str]:
-    return [f'optimizer.{key}' for key in ('muon_momentum_warmup_steps=0', *keys)]
+    return [f'optimizer.{key}' for key in (*DEFAULTS, *keys)]
 
 
-def _compiled(config: Config) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the compiled update of a resolved config, which has been called once, and its arguments."""
+def _compiled(config: Config) -> tuple[Callable[[TrainState], TrainState], TrainState]:
+    """Returns the compiled update of a resolved config, and the state after two updates.
+
+    SOAP computes eigenvectors in the first one.
+    """
     layout = make_layout(config.mesh)
     state = init_state(config, layout)
     tree: Any
     leaves, tree = jax.tree.flatten(state.params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    grads = [
+    grads = tree.unflatten(
         jax.device_put(jax.random.normal(key, leaf.shape), leaf.sharding)
         for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    arguments = (state, tree.unflatten(grads), jax.numpy.bool_(True))
-    update = jax.jit(make_update(config, layout))
-    jax.block_until_ready(update(*arguments))
-    return update, arguments
+    )
+    change = make_update(config, layout)
+
+    @jax.jit
+    def update(state: TrainState, grads: Any) -> TrainState:
+        params, opt_state, _, _ = change(state, grads, jnp.bool_(True))
+        return state._replace(params=params, opt_state=opt_state, step=state.step + 1)
+
+    for _ in range(2):
+        state = jax.block_until_ready(update(state, grads))
+    return partial(update, grads=grads), state
 
 
 def run() -> None:

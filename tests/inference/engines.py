@@ -46,7 +46,14 @@ FAMILIES = {
     'latent': {**LATENT, 'model__q_lora_rank': 20},
     'experts': EXPERTS,
     # Learned positions are part of the embeddings that are smeared.
-    'stream': {'model__family': 'gpt2', 'model__num_layers': 3, **STREAM},
+    'stream': {
+        'model__family': 'gpt2',
+        'model__num_layers': 3,
+        'model__value_embedding_pattern': 'NV',
+        'model__value_gate_channels': 12,
+        'model__relative_attention_multiplier': 1.3,
+        **STREAM,
+    },
     'windows': {'model__family': 'llama', 'model__sliding_window': 5, 'model__attention_pattern': 'SL'},
     'value embeddings': {
         'model__family': 'nanochat',

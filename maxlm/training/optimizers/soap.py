@@ -10,8 +10,8 @@ Update 0 only computes L, R and their eigenvectors, and its direction is zero, a
 sort the eigenvectors by eigenvalue, which changes no direction but needs V to be permuted; this file does not.
 
 Each device updates its share of the matrices. They are complete before the decompositions, which then need no
-communication. With sharded matrices, XLA would gather the operands of each decomposition in the branch that contains
-it, in an order that differs between the devices of a CPU, which then wait for each other.
+communication. With sharded matrices, XLA would gather the operands in the branch that contains the decompositions. On a
+CPU, the devices gather them in different orders, and wait for each other.
 
 It is written as an optimizer of a user (`maxlm.training.optimizers.user_optimizer`), so that placement, planned memory
 and checkpoints of its state need no code.
