@@ -190,7 +190,7 @@ def from_config(config: Mapping[str, Any], source: str) -> ModelConfig:
     for key in _IDS:
         fields.check_ids(key, may_be_list=key == 'eos_token_id')
     model: dict[str, Any] = {'family': row.family, **row.fixed_settings, **_biases(fields, row)}
-    model['reward_head'] = is_reward_model(fields)
+    model['reward_head'] = is_reward_model(config, source)
     keys = dict(row.keys)
     if _has_experts(fields, row):
         keys |= row.expert_keys

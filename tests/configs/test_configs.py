@@ -24,6 +24,7 @@ SMALL = (
     *('configs/tiny.py', 'configs/neox.py:test', 'configs/neox.py:production', 'configs/neox.py:tuned'),
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
     *(f'configs/arithmetic.py:{variant}-5m' for variant in ('sft', 'rl')),
+    *(f'configs/flags.py:{variant}' for variant in ('sft', 'reward', 'rl')),
 )
 # Phases after pretraining.
 PHASES = tuple(f'configs/code.py:7b-{phase}' for phase in ('long', 'instruct', 'lora', 'qlora'))
@@ -178,6 +179,7 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/depth.py:-2025', 'configs/depth.py:24-2025'),
         ('configs/arithmetic.py:grpo', 'sft, rl, sft-5m, rl-5m'),
         ('configs/synth.py:dpo', 'sft, rl'),
+        ('configs/flags.py:dpo', 'sft, reward, rl'),
     ],
 )
 def test_unknown_variant(spec, wanted, capsys, tmp_path):
@@ -189,7 +191,7 @@ def test_unknown_variant(spec, wanted, capsys, tmp_path):
     assert not workdir.exists()
 
 
-@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'moe', 'depth', 'arithmetic', 'synth'])
+@pytest.mark.parametrize('name', ['neox', 'mix', 'code', 'moe', 'depth', 'arithmetic', 'synth', 'flags'])
 def test_without_a_variant_the_file_chooses(name):
     assert load(f'configs/{name}.py').model.num_layers > 0
 
@@ -264,6 +266,13 @@ def test_a_phase_uses_the_model_of_the_previous_phase():
     assert (before.train.init_from, before.model.max_positions) == ('', 0)
     assert (long.data.seq_len, long.model.max_positions, chat.model.max_positions) == (16_384,) * 3
     assert {config.train.init_from for config in (chat, lora, qlora)} == {'runs/code-7b-long'}
+
+
+def test_the_reward_model_of_a_recipe_scores_its_policy():
+    chat, reward, policy = (load(f'configs/code.py:7b-{phase}') for phase in ('instruct', 'reward', 'human'))
+    assert reward.model == dataclasses.replace(chat.model, reward_head=True)
+    assert (reward.train.init_from, policy.train.init_from) == ('runs/code-7b-instruct', 'runs/code-7b-rl')
+    assert (policy.grpo.reward, policy.grpo.reward_model) == ('reward_model', 'runs/code-7b-reward')
 
 
 @pytest.mark.parametrize('spec', VARIANTS)

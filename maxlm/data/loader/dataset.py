@@ -48,12 +48,12 @@ def check_objective(config: Config, dataset: DatasetManifest) -> None:
             f'train.objective={objective}: {dataset.path} contains preferences, whose rejected answers must not be '
             f'trained on; set train.objective to {" or ".join(PREFERENCE_OBJECTIVES)}, or use other data'
         )
-    takes_pairs = objective == 'reward' or (objective == 'dpo' and not config.dpo.takes_labels)
-    if takes_pairs and num_labeled(dataset.chat):
-        setting = f'dpo.loss_type={config.dpo.loss_type}' if objective == 'dpo' else f'train.objective={objective}'
+    takes_labels = objective not in PREFERENCE_OBJECTIVES or (objective == 'dpo' and config.dpo.takes_labels)
+    if not takes_labels and num_labeled(dataset.chat):
+        key = f'dpo.loss_type={config.dpo.loss_type}' if objective == 'dpo' else f'train.objective={objective}'
         raise InputError(
-            f'{setting}: {dataset.path} contains single answers with labels, which form no pairs; set '
-            'train.objective=dpo and dpo.loss_type=kto, or use other data'
+            f'{key}: {dataset.path} contains single answers with labels, which form no pairs; set dpo.loss_type=kto '
+            'with train.objective=dpo, or use other data'
         )
 
 

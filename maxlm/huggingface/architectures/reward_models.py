@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.architecture import Architecture
-from maxlm.huggingface.config_fields import Fields
 
 _CLASS = 'ForSequenceClassification'
 # Architectures whose class is not named like that of the language model; '' = Transformers has no class.
@@ -44,21 +44,21 @@ def padded_for_scores(model: ModelConfig, config: dict[str, Any]) -> dict[str, A
     return {**config, 'pad_token_id': None} if model.reward_head and is_end else config
 
 
-def is_reward_model(fields: Fields) -> bool:
-    """Returns True if a config.json is that of a reward model.
+def is_reward_model(config: Mapping[str, Any], source: str) -> bool:
+    """Returns True if the content of the config.json `source` is that of a reward model.
 
     Raises:
         InputError: the model classifies sequences, but has not exactly one label.
     """
-    names = fields.values.get('architectures')
+    names = config.get('architectures')
     if not isinstance(names, list) or not names or not str(names[0]).endswith(_CLASS):
         return False
-    labels = fields.values.get('id2label')
+    labels = config.get('id2label')
     # Two labels are the default of Transformers.
-    num_labels = len(labels) if isinstance(labels, dict) else fields.values.get('num_labels', 2)
+    num_labels = len(labels) if isinstance(labels, dict) else config.get('num_labels', 2)
     if num_labels != 1:
         raise InputError(
-            f'{fields.source}: {names[0]} has {num_labels} labels (id2label); a reward model has 1; use a language '
+            f'{source}: {names[0]} has {num_labels} labels (id2label); a reward model has 1; use a language '
             'model, or a classifier with one label'
         )
     return True

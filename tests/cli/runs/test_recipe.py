@@ -332,12 +332,16 @@ def test_overrides_and_launcher_apply_to_training(monkeypatch, capsys):
     assert train == ('would run: launch/gpu_node.sh --once -- --config=configs/1b.py:smoke --config.train.num_steps=3')
 
 
-@pytest.mark.parametrize('name', ['1b', 'neox:production', 'depth:64', 'mix:xlarge', 'code:7b', 'code:13b'])
+PUBLISHED = ['1b', 'neox:production', 'depth:64', 'mix:xlarge', 'code:7b', 'code:13b', 'code:7b-preferences']
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
 def test_the_phases_of_the_published_sizes_load(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     file, _, variant = name.partition(':')
     spec = f'configs/{file}.py' + (f':{variant}' if variant else '')
-    fields = {'config': spec.partition(':')[0], **{each: 'x' for each in ('text', 'code', 'chats', 'prompts')}}
+    inputs = ('text', 'code', 'chats', 'prompts', 'pairs', 'questions')
+    fields = {'config': spec.partition(':')[0], **dict.fromkeys(inputs, 'x')}
     phases = [recipe.fill_in(phase, fields) for phase in load_phases(spec)]
     recipe.check_phases(phases, [])
     # The first training phase reads what the first preparation writes.

@@ -347,6 +347,9 @@ def test_losses_of_pairs_reject_labels(tmp_path, prepared):
     labels, pairs = load_manifest(tmp_path / 'labels'), load_manifest(prepared / 'pairs')
     with pytest.raises(InputError, match=r'dpo.loss_type=sigmoid: .*labels contains single answers.*loss_type=kto'):
         check_objective(config_of('dpo', labels.path), labels)
+    with pytest.raises(InputError, match=r'train.objective=reward: .*labels contains single answers'):
+        check_objective(config_of('reward', labels.path), labels)
+    check_objective(config_of('reward', pairs.path), pairs)
     config = config_of('dpo', labels.path)
     kto = dataclasses.replace(config, dpo=dataclasses.replace(config.dpo, loss_type='kto'))
     for dataset in (labels, pairs):
