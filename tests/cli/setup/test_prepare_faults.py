@@ -15,8 +15,8 @@ import pytest
 from maxlm.data.dataset.records import load_manifest
 from maxlm.data.executors.executor import run_tasks
 from maxlm.data.formats import text
-from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.parts.part_store import WORK_DIRECTORY
+from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.storage.errors import classify_error
 from tests.buckets import gcs as gcs_buckets
