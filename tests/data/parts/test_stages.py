@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+import tokenizers
 
 from maxlm.data.executors import executor
 from maxlm.data.parts import bucket_task
@@ -77,9 +78,11 @@ def test_conversations_without_a_scan(gcs, tmp_path):
     assert objects(gcs) == contents(tmp_path / 'expected')
 
 
-def test_tokenizers_with_a_beginning_of_documents(gcs, inputs, tmp_path):
-    bytes_tokenizer().save(tmp_path / 'tokenizer.json')
-    names = {'bos_token': '<|endoftext|>', 'eos_token': '<|endoftext|>', 'add_bos_token': True}
+def test_tokenizers_with_a_beginning_of_documents(gcs, inputs, tmp_path, capsys):
+    library = tokenizers.Tokenizer.from_str(bytes_tokenizer().to_json())
+    library.add_special_tokens(['<bos>'])
+    library.save(str(tmp_path / 'tokenizer.json'))
+    names = {'bos_token': '<bos>', 'eos_token': '<|endoftext|>', 'add_bos_token': True}
     (tmp_path / 'tokenizer_config.json').write_text(json.dumps(names))
     arguments = [*inputs, '--tokenizer', tmp_path / 'tokenizer.json', '--quiet', '--workers', 1]
     arguments += ['--cache', tmp_path / 'cache', '--output']
@@ -91,6 +94,7 @@ def test_tokenizers_with_a_beginning_of_documents(gcs, inputs, tmp_path):
     assert run_stages(*arguments, 'gs://bucket/other', stages=STAGES[:2]) == [0] * 3
     del gcs.objects['bucket', 'other/text_boundaries.json']
     assert run(*arguments, 'gs://bucket/other', '--stage', 'shards') == 2
+    assert 'run --stage plan' in capsys.readouterr().err
 
 
 def test_kills_at_any_upload_leave_the_same_bytes(gcs, in_bucket, expected, monkeypatch):
