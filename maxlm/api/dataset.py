@@ -73,7 +73,7 @@ class Dataset:
             InputError: an option is out of range, the inputs are unusable, or the output contains another data set.
         """
         inputs = [os.fspath(path) for path in ([input] if isinstance(input, (str, os.PathLike)) else input)]
-        names = [field.name for field in dataclasses.fields(PrepareOptions)]
+        names = [field.name for field in dataclasses.fields(PrepareOptions) if field.name not in ('stage', 'task')]
         unknown = options.keys() - {*names}
         if unknown:
             raise InputError(f'{min(unknown)!r} is not an option of prepare; use {", ".join(names)}')

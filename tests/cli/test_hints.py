@@ -74,6 +74,19 @@ def test_prepare_continues_with_training_on_its_output(next_words, tmp_path):
     assert next_words(prepare.main, *options, '--output', tmp_path / 'quiet', '--quiet') == []
 
 
+def test_a_stage_continues_with_the_next_one(next_words, tmp_path):
+    (tmp_path / 'a.txt').write_text('some text\n' * 200)
+    options = ['--input', str(tmp_path / 'a.txt'), '--workers', '1', '--tokenizer', 'bytes', '--output']
+    options.append(str(tmp_path / 'out'))
+    # Other tasks of the stage may be running.
+    assert next_words(prepare.main, *options, '--stage', 'scan', '--task', '0/2') == []
+    words = next_words(prepare.main, *options, '--stage', 'scan')
+    for stage in ('plan', 'shards', 'merge'):
+        assert words == ['maxlm', 'prepare', *options, f'--stage={stage}']
+        words = next_words(prepare.main, *words[2:])
+    assert words[:2] == ['maxlm', 'train']
+
+
 def test_prepared_pairs_continue_with_their_objective(next_words, tmp_path):
     line = '{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}\n'
     (tmp_path / 'a.jsonl').write_text(line * 40)

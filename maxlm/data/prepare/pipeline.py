@@ -202,7 +202,10 @@ class _Stages:
         identity = identity_of(self._recipe.made_from, [partition.identity for partition in partitions])
         known = load_result(stamp, identity)
         if known and path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == known['tokenizer_sha256']:
-            return self._with_template(Tokenizer.load(path)), _validation_of(known)
+            tokenizer = Tokenizer.load(path)
+            # TEXT_BOUNDARIES_FILE may be missing.
+            if tokenizer.boundary_ids == known.get('boundary_ids'):
+                return self._with_template(tokenizer), _validation_of(known)
         if self._means.stage in ('shards', 'merge'):
             raise InputError(f'--stage={self._means.stage}: these inputs and options are not planned; run --stage plan')
         training = [place for place, partition in enumerate(partitions) if not partition.is_validation]
@@ -226,7 +229,8 @@ class _Stages:
         save_boundaries(self._output, tokenizer.boundaries)
         atomic_write(path, tokenizer.to_json())
         self.store.publish(tokenizer_files)
-        save_result(stamp, identity, {'tokenizer_sha256': tokenizer.sha256, **dataclasses.asdict(validation)})
+        facts = {'tokenizer_sha256': tokenizer.sha256, 'boundary_ids': tokenizer.boundary_ids}
+        save_result(stamp, identity, facts | dataclasses.asdict(validation))
         self.store.publish([stamp_name])
         return self._with_template(tokenizer), validation
 

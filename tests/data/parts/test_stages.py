@@ -7,12 +7,14 @@ import re
 import threading
 
 import pytest
+import tokenizers
 
 from maxlm.data.executors import executor
 from maxlm.data.parts import bucket_task
 from maxlm.data.parts.share import STAGES
 from maxlm.data.prepare import pipeline
 from maxlm.data.prepare.write_shards import WriteShards
+from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from tests.data.parts.stages import OPTIONS, objects, run_stages
 from tests.preparing import contents, run
 
@@ -74,6 +76,25 @@ def test_conversations_without_a_scan(gcs, tmp_path):
     assert run(*arguments, tmp_path / 'expected') == 0
     assert run_stages(*arguments, 'gs://bucket/web') == [0] * 6
     assert objects(gcs) == contents(tmp_path / 'expected')
+
+
+def test_tokenizers_with_a_beginning_of_documents(gcs, inputs, tmp_path, capsys):
+    library = tokenizers.Tokenizer.from_str(bytes_tokenizer().to_json())
+    library.add_special_tokens(['<bos>'])
+    library.save(str(tmp_path / 'tokenizer.json'))
+    names = {'bos_token': '<bos>', 'eos_token': '<|endoftext|>', 'add_bos_token': True}
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(names))
+    arguments = [*inputs, '--tokenizer', tmp_path / 'tokenizer.json', '--quiet', '--workers', 1]
+    arguments += ['--cache', tmp_path / 'cache', '--output']
+    assert run(*arguments, tmp_path / 'expected') == 0
+    assert run_stages(*arguments, 'gs://bucket/web') == [0] * 6
+    assert objects(gcs) == contents(tmp_path / 'expected')
+    assert 'text_boundaries.json' in objects(gcs)
+    # An object that is lost is noticed before shards are written with other boundaries.
+    assert run_stages(*arguments, 'gs://bucket/other', stages=STAGES[:2]) == [0] * 3
+    del gcs.objects['bucket', 'other/text_boundaries.json']
+    assert run(*arguments, 'gs://bucket/other', '--stage', 'shards') == 2
+    assert 'run --stage plan' in capsys.readouterr().err
 
 
 def test_kills_at_any_upload_leave_the_same_bytes(gcs, in_bucket, expected, monkeypatch):
