@@ -14,6 +14,7 @@ from maxlm.huggingface.export_peft import export_adapter
 from maxlm.huggingface.import_model import Imported, import_model
 from maxlm.huggingface.nanochat.export_checkpoint import export_checkpoint
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
+from maxlm.huggingface.tensors.hub import HUB, download_model
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.workdir.files import CONFIG
@@ -87,6 +88,8 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> Imported:
+    if options.input.startswith(HUB):
+        options.input = str(download_model(options.input.removeprefix(HUB)))
     if checkpoint := find_checkpoint(options.input):
         return import_checkpoint(checkpoint, options.output, tokenizer=options.tokenizer, show=True)
     if options.tokenizer:
