@@ -23,25 +23,17 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument('--question', default='Hi', help='question to ask (%(default)r)')
     options = parser.parse_args(argv)
 
-    base = maxlm.Run(options.base)
-    assert base.config is not None, 'a base model of maxlm has a config'
     dataset = maxlm.Dataset.prepare(
         options.chats,
         f'{options.workdir}-data',
         format='chat',
         chat_template='chatml',
         tokenizer=f'{options.base}/tokenizer.json',
+        pack_seq_len=256,
     )
     config = maxlm.Config.get(
-        f'{options.base}/config.json',
-        {
-            'data.path': dataset.path,
-            'train.init_from': options.base,
-            'train.num_epochs': options.epochs,
-            'optimizer.learning_rate': base.config.optimizer.learning_rate / 10,
-            # The template adds special tokens to the vocabulary.
-            'model.vocab_size': 0,
-        },
+        'finetune',
+        {'data.path': dataset.path, 'train.init_from': options.base, 'train.num_epochs': options.epochs},
     )
     run = maxlm.Trainer(config, workdir=options.workdir).train()
     answer = run.model().chat([{'role': 'user', 'content': options.question}], max_tokens=64, temperature=0.7)

@@ -64,8 +64,8 @@ def import_model(source: str, output: str, *, show: bool) -> Imported:
     directory = Path(source).expanduser()
     if not directory.is_dir():
         raise InputError(
-            f'--input={source}: no such directory; download a model of the Hugging Face Hub first, e.g. with '
-            '`hf download NAME --local-dir DIR`'
+            f'--input={source}: no such directory; a model of the Hugging Face Hub is hf:ORG/NAME, or download it with '
+            '`hf download ORG/NAME --local-dir DIR`'
         )
     if (directory / ADAPTER_CONFIG).exists():
         raise InputError(

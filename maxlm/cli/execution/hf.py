@@ -15,6 +15,7 @@ from maxlm.huggingface.gguf.import_gguf import find_gguf, import_gguf
 from maxlm.huggingface.import_model import Imported, import_model
 from maxlm.huggingface.nanochat.export_checkpoint import export_checkpoint
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
+from maxlm.huggingface.tensors.hub import HUB, download_model
 from maxlm.log import Console
 from maxlm.storage.filesystem import display_path, is_url
 from maxlm.workdir.files import CONFIG
@@ -88,6 +89,8 @@ def execute(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> Imported:
+    if options.input.startswith(HUB):
+        options.input = str(download_model(options.input.removeprefix(HUB)))
     if file := find_gguf(options.input):
         return import_gguf(file, options.output, tokenizer=options.tokenizer, show=True)
     if checkpoint := find_checkpoint(options.input):

@@ -1,6 +1,6 @@
-"""Imports and exports models in the formats of Hugging Face Transformers, GGUF and nanochat, on local disks.
+"""Imports and exports models in the formats of Hugging Face Transformers, GGUF and nanochat.
 
-    maxlm hf import --input=DIR|FILE.gguf --output=WORKDIR [--tokenizer=FILE|DIR|ids:N]
+    maxlm hf import --input=DIR|FILE.gguf|hf:NAME[@REVISION] --output=WORKDIR [--tokenizer=FILE|DIR|ids:N]
     maxlm hf export --checkpoint=CKPT --output=DIR [--dtype=bfloat16] [--max-shard-size=1GB]
     maxlm hf export-adapter --checkpoint=CKPT --output=DIR [--base=NAME_OR_DIR]
     maxlm hf export-gguf --checkpoint=CKPT --output=FILE.gguf [--dtype=q8_0]
@@ -61,8 +61,9 @@ def make_parser() -> ArgumentParser:
         '--input',
         type=PathOption(advice='give a local directory, or a local .gguf file or model_NNNNNN.pt'),
         required=True,
-        help='Transformers directory with config.json and safetensors, GGUF file, directory of nanochat with '
-        'model_NNNNNN.pt and meta_NNNNNN.json (its newest step), or one model_NNNNNN.pt',
+        help='Transformers directory with config.json and safetensors, hf:NAME[@REVISION] of the Hugging Face Hub, GGUF '
+        'file, directory of nanochat with model_NNNNNN.pt and meta_NNNNNN.json (its newest step), or one '
+        'model_NNNNNN.pt',
     )
     importer.add_argument(
         '--tokenizer',

@@ -1,1 +1,1 @@
-"""Tensors of Hugging Face checkpoints: safetensors files, quantized tensors and layouts of latent attention."""
+"""Tensors of Hugging Face checkpoints: safetensors files, quantized tensors, layouts of latent attention, and downloads."""
