@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     jax.config.update('jax_platforms', 'cpu')
     # Plans of presets without prepared data warn about it.
     logging.getLogger('maxlm').setLevel(logging.ERROR)
-    result = {
+    result: dict[str, Any] = {
         'machine': f'estimated with the formulas of maxlm plan, jax {jax.__version__}; not run',
         'plans': [plan_preset(name) for name in PRESETS],
     }
