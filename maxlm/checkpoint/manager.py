@@ -65,7 +65,7 @@ class Checkpoints:
     ):
         """
         Args:
-            workdir: workdir of the run: a directory, or gs://bucket/run.
+            workdir: workdir of the run: a directory, gs://… or s3://….
             max_to_keep, keep_best, keep_period, max_bytes: see `RetentionRules`.
             compare_replicas: compare the replicas of all arrays before each save.
             on_failure: called from a thread with one line about each failed save. The run can continue: earlier steps
@@ -340,7 +340,7 @@ class Checkpoints:
 
 
 def saved_steps(workdir: Any) -> list[int]:
-    """Returns the complete steps of a workdir (a directory or gs://bucket/run), oldest first.
+    """Returns the complete steps of a workdir (a directory, gs://… or s3://…), oldest first.
 
     Raises:
         InputError: the workdir cannot be read.
@@ -363,7 +363,7 @@ def saved_losses(workdir: Any) -> dict[int, float | None]:
 def find_step(checkpoint: str, *, key: str = CHECKPOINT) -> epath.Path:
     """Returns the directory of one step, given a workdir, `WORKDIR@STEP`, `WORKDIR@best` or the step's directory.
 
-    `choose_step` states the rule. Each path may be a bucket URL (gs://…).
+    `choose_step` states the rule. Each path may be a bucket URL (gs://…, s3://…).
 
     Raises:
         InputError: there is no such checkpoint. The message names the option `key` and lists the existing steps.
