@@ -153,15 +153,14 @@ def declared_keys() -> Mapping[str, Key]:
 def section_keys(section: str) -> Mapping[str, Key]:
     """Returns the declarations of the keys of a section by name. Raises InputError if there is no such section."""
     if section not in SECTIONS:
-        raise InputError(missing_section(section))
+        raise InputError(f'config section {section!r} does not exist; {section_hint(section)}')
     return _read_section(section, SECTIONS[section])
 
 
-def missing_section(name: str) -> str:
-    """Returns the error about a section that does not exist, which may be a key without its section."""
+def section_hint(name: str) -> str:
+    """Returns the remedy for a section that does not exist, which may be a key without its section."""
     keys = [f'{section}.{name}' for section in SECTIONS if name in section_keys(section)]
-    hint = f'did you mean {" or ".join(map(repr, keys))}?' if keys else nearest(name, SECTIONS)
-    return f'config section {name!r} does not exist; {hint}'
+    return f'did you mean {" or ".join(map(repr, keys))}?' if keys else nearest(name, SECTIONS)
 
 
 def find_keys(section: str, names: Collection[str]) -> dict[str, Key]:

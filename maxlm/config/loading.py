@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from maxlm.config.config_files import find_config, shipped_configs
-from maxlm.config.keys import Key, current_key, declared_keys, find_keys, missing_section, section_keys
+from maxlm.config.keys import Key, current_key, declared_keys, find_keys, section_hint, section_keys
 from maxlm.config.renames import report_renamed
 from maxlm.config.schema import SECTIONS, Config, ModelConfig
 from maxlm.config.sections.declaration import Form
@@ -286,7 +286,7 @@ def _apply(values: ConfigDict, override: str) -> str:
     key, text = _current(key, text)
     section, _, name = key.partition('.')
     if section not in SECTIONS:
-        raise InputError(f'--config.{key}: {missing_section(section)}')
+        raise InputError(f'--config.{key}: config section {section!r} does not exist; {section_hint(section)}')
     values[section][name] = find_keys(section, [name])[name].parse(text)
     return key
 
