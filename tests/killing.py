@@ -18,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 from maxlm.cli.setup import prepare
-from maxlm.data.prepare import partitions
 from maxlm.data.parts.part_store import WORK_DIRECTORY
+from maxlm.data.prepare import partitions
 from maxlm.errors import exit_code
 from tests.preparing import contents
 

@@ -7,8 +7,8 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.executors.local_executor import InProcess
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.prepare import pipeline
-from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.existing_output import remove_leftovers
+from maxlm.data.prepare.partitions import ReadSettings, make_partitions
 from maxlm.data.prepare.pipeline import ExecutionOptions, PrepareConfig, prepare
 from maxlm.data.prepare.scan import Cleaning
 from maxlm.data.tokenizer.fim import FimConfig
