@@ -2,8 +2,8 @@
 # Prepares a data set on many nodes of a Slurm cluster. Submits one job for each stage of maxlm prepare. Each job starts
 # when the one before it has succeeded. The stages scan and shards are arrays of N tasks.
 #
-#   bash launch/slurm/prepare.sh --tasks=N [SBATCH OPTION…] -- --input … --output …
-#   bash launch/slurm/prepare.sh --dry-run --tasks=N … -- …          prints the commands only
+#   launch/slurm/prepare.sh --tasks=N [SBATCH OPTION…] -- --input … --output …
+#   launch/slurm/prepare.sh --dry-run --tasks=N … -- …          prints the commands only
 #
 # The nodes need a common directory or bucket for --output, and must all reach the inputs. To continue after a failure,
 # run the same command again.

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from maxlm.data.executors.executor import Task
 from maxlm.data.parts.bucket_task import BucketTask, fetch_object
-from maxlm.data.parts.part_store import CHANGED, WORK_DIRECTORY, PartTask
-from maxlm.errors import InputError
+from maxlm.data.parts.part_store import WORK_DIRECTORY, PartTask, lost_file
 from maxlm.storage.bucket import Bucket, Listed
 from maxlm.storage.errors import redact
 from maxlm.workdir.bucket_steps import upload_file
@@ -60,7 +59,7 @@ class BucketParts:
     def collect(self, tasks: Sequence[PartTask]) -> None:
         """See `PartStore`."""
         for task in self.unfinished(tasks):
-            raise InputError(f'{redact(self.url)}/{task.result_name}: {CHANGED}')
+            raise lost_file(f'{redact(self.url)}/{task.result_name}')
 
     def portable(self, task: PartTask) -> Task:
         """See `PartStore`."""
@@ -89,7 +88,7 @@ class BucketParts:
         listed = self._request(self._bucket.list)
         for name, size in sizes.items():
             if name not in listed or listed[name].size != size:
-                raise InputError(f'{redact(self.url)}/{name}: {CHANGED}')
+                raise lost_file(f'{redact(self.url)}/{name}')
 
     def remove_others(self, kept: Collection[str], is_ours: Callable[[str], bool]) -> None:
         """Deletes the temporary files, and all files for which `is_ours` returns True unless `kept` contains them."""

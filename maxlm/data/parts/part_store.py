@@ -12,7 +12,6 @@ from maxlm.errors import InputError
 
 # Directory of temporary files below the directory of the data set. It is deleted when the data set is complete.
 WORK_DIRECTORY = '.prepare'
-CHANGED = 'removed or changed while maxlm prepare was running; run it again'
 
 
 class PartTask(Protocol):
@@ -88,6 +87,11 @@ class PartStore(Protocol):
         """Makes files of `directory` readable on all machines."""
 
 
+def lost_file(path: str) -> InputError:
+    """Returns the error for a file of the store that another process removed or changed."""
+    return InputError(f'{path}: removed or changed while maxlm prepare was running; run it again')
+
+
 class SharedDirectory:
     """Directory on this machine, or on a disk that all machines share. See `PartStore`."""
 
@@ -108,7 +112,7 @@ class SharedDirectory:
         for name, size in sizes.items():
             path = self.directory / name
             if not path.is_file() or path.stat().st_size != size:
-                raise InputError(f'{path}: {CHANGED}')
+                raise lost_file(str(path))
 
     def portable(self, task: PartTask) -> Task:
         """See `PartStore`."""

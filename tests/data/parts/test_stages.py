@@ -12,9 +12,11 @@ import tokenizers
 from maxlm.data.executors import executor
 from maxlm.data.parts import bucket_task
 from maxlm.data.parts.share import STAGES
-from maxlm.data.prepare import pipeline
+from maxlm.data.prepare import existing_output, pipeline
+from maxlm.data.prepare.existing_output import locked
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.errors import InputError
 from tests.data.parts.stages import OPTIONS, objects, run_stages
 from tests.preparing import contents, run
 
@@ -226,3 +228,14 @@ def test_parallel_shares_of_one_directory(inputs, expected, tmp_path):
     assert codes == [0] * 3
     assert run(*arguments, '--stage', 'merge') == 0
     assert contents(tmp_path / 'data') == expected
+
+
+def test_shares_exclude_other_commands_but_not_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(existing_output, 'LOCK_SECONDS', 0.0)
+    with locked(tmp_path, is_share=True):
+        with locked(tmp_path, is_share=True):
+            pass
+        with pytest.raises(InputError, match='another maxlm prepare is writing to it'), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
