@@ -178,6 +178,7 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/depth.py:-2025', 'configs/depth.py:24-2025'),
         ('configs/arithmetic.py:grpo', 'sft, rl, sft-5m, rl-5m'),
         ('configs/synth.py:dpo', 'sft, rl'),
+        ('configs/finetune.py:qlora', 'sft, lora, dpo'),
     ],
 )
 def test_unknown_variant(spec, wanted, capsys, tmp_path):
