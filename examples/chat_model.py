@@ -23,17 +23,17 @@ def main(argv: list[str] | None = None) -> str:
     parser.add_argument('--question', default='Hi', help='question to ask (%(default)r)')
     options = parser.parse_args(argv)
 
-    dataset = maxlm.Dataset.prepare(
+    data = f'{options.workdir}-data'
+    config = maxlm.Config.get(
+        'finetune', {'data.path': data, 'train.init_from': options.base, 'train.num_epochs': options.epochs}
+    )
+    maxlm.Dataset.prepare(
         options.chats,
-        f'{options.workdir}-data',
+        data,
         format='chat',
         chat_template='chatml',
         tokenizer=f'{options.base}/tokenizer.json',
-        pack_seq_len=256,
-    )
-    config = maxlm.Config.get(
-        'finetune',
-        {'data.path': dataset.path, 'train.init_from': options.base, 'train.num_epochs': options.epochs},
+        pack_seq_len=config.data.seq_len,
     )
     run = maxlm.Trainer(config, workdir=options.workdir).train()
     answer = run.model().chat([{'role': 'user', 'content': options.question}], max_tokens=64, temperature=0.7)

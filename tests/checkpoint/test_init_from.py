@@ -189,7 +189,7 @@ def test_frozen_rows_of_new_tokens_are_a_warning(make, start):
     options = {**UNTIED, **LORA, 'model__vocab_size': NEW_ROWS}
     _, out = start(origin, NEW, **options)
     assert 'the rows of 2 new tokens are not trained' in out
-    assert '--config.optimizer.trainable_params="(\'embedding\', \'head\')"' in out
+    assert "--config.optimizer.trainable_params=\"('embedding', 'head')\"" in out
     # The parameters that the message names suffice; the embedding alone does not.
     _, out = start(origin, NEW, **options, optimizer__trainable_params=('embedding', 'head'))
     assert 'not trained' not in out

@@ -180,6 +180,7 @@ def test_docstring_states_the_requirements_of_a_run(path):
         ('configs/arithmetic.py:grpo', 'sft, rl, sft-5m, rl-5m'),
         ('configs/synth.py:dpo', 'sft, rl'),
         ('configs/flags.py:dpo', 'sft, reward, rl'),
+        ('configs/finetune.py:qlora', 'sft, lora, dpo'),
     ],
 )
 def test_unknown_variant(spec, wanted, capsys, tmp_path):

@@ -16,11 +16,15 @@ SMALLER = {**SMALL, 'data.seq_len': 96}
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch):
-    """Makes the models of the config `tiny` smaller."""
+    """Makes the models of the config `tiny`, and the sequences of `finetune`, smaller."""
     original = maxlm.Config.get.__func__
 
     def get(cls, name, overrides=None):
-        small = {key: value for key, value in SMALLER.items() if key != 'train.num_steps'} if name == 'tiny' else {}
+        small = {}
+        if name == 'tiny':
+            small = {key: value for key, value in SMALLER.items() if key != 'train.num_steps'}
+        elif name == 'finetune':
+            small = {'data.seq_len': SMALLER['data.seq_len'], 'eval.num_batches': 1}
         return original(cls, name, {**small, **(overrides or {})})
 
     monkeypatch.setattr(maxlm.Config, 'get', classmethod(get))

@@ -212,7 +212,8 @@ def _print_answers(found: list[Evaluated]) -> None:
     for one in found:
         for record in [] if one.tasks is None else one.tasks.records.get(QUESTIONS, [])[:SHOWN_ANSWERS]:
             wrong = '' if record['exact'] else f'  (expected: {record["expected"]})'
-            print(escape_controls(f'{one.name}  {record["question"]}  {record["answer"]}{wrong}'))
+            name = f'{one.name}  ' if len(found) > 1 else ''
+            print(escape_controls(f'{name}{record["question"]}  {record["answer"]}{wrong}'))
 
 
 def _loss_text(one: Evaluated) -> str:

@@ -1,1 +1,1 @@
-"""Tensors of Hugging Face checkpoints: safetensors files, quantized tensors, layouts of latent attention, and downloads."""
+"""Tensors of Hugging Face checkpoints: safetensors files, quantized tensors, latent attention, and downloads."""
