@@ -91,6 +91,7 @@ def _compile(target: Target, config: str, overrides: list[str]) -> dict[str, Any
         'config': config,
         'overrides': overrides,
         'platform': target.chip.platform,
+        'jax': jax.__version__,
         **_figures(compiled),
     }
 
@@ -112,7 +113,7 @@ def fit(programs: Sequence[dict[str, Any]]) -> None:
     """Prints the least-squares coefficients of `estimate_gpu_traffic` by relative error, and the errors."""
     groups: dict[tuple[bool, str], list[tuple[dict[str, Any], Config, Target]]] = defaultdict(list)
     for program in programs:
-        if 'traffic' in program:
+        if is_present(program):
             target = parse_target(program['target'])
             config = resolve_for(target, program['config'], program['overrides'])
             groups[config.model.scan_layers, SAVED[config.model.remat_policy]].append((program, config, target))
@@ -130,6 +131,15 @@ def fit(programs: Sequence[dict[str, Any]]) -> None:
         for program, config, _ in members:
             error = estimate_gpu_traffic(config) / program['traffic'] - 1
             print(f'  {error:+.1%}', program['target'], program['config'], *program['overrides'])
+
+
+def is_present(program: dict[str, Any]) -> bool:
+    """Returns True if the traffic of a program in the file is that of the present step.
+
+    Programs without the version of JAX are older: their micro-batches copied the kernels of each layer, and their
+    losses read the logits twice.
+    """
+    return 'traffic' in program and 'jax' in program
 
 
 def is_fitted(config: Config, target: Target) -> bool:

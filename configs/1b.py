@@ -6,8 +6,8 @@ Command:   maxlm recipe --config=configs/1b.py text=TEXT
 Variants:  smoke: two narrow layers and 10 steps, to try the recipe on a CPU
 Hardware:  8 × H100 80 GB in one node; any number of devices that divides 512 gives the same results
 Time:      100 000 steps of 512 × 2048 tokens = 105 billion tokens, 2.03 passes over the published 51.6 billion tokens
-Memory:    27 GiB per GPU, compiled ahead of time for 8 × H100; 26 GiB per chip for 16 × TPU v4
-Expected:  49 % MFU on 8 × H100, planned from the compiled step; 46.7 % measured on one H200 (docs/results.md); the loss
+Memory:    25 GiB per GPU, compiled ahead of time for 8 × H100; 26 GiB per chip for 16 × TPU v4
+Expected:  50 % MFU on 8 × H100, planned from the compiled step; 46.7 % measured on one H200 (docs/results.md); the loss
            is not measured yet
 
 The settings of the step are the fastest of the compiled programs in tests/planning/estimate/programs.json. On a TPU,
@@ -40,7 +40,7 @@ def get_config(variant: str = '') -> ConfigDict:
     config.model.dim = 1536
     config.model.num_heads = 24
     config.model.max_positions = 2048
-    # Compiled for one H100: 50 % MFU; 46 % with model.remat_policy=dots_no_batch; 41 % with a loop over layers, which
+    # Compiled for one H100: 51 % MFU; 46 % with model.remat_policy=dots_no_batch; 41 % with a loop over layers, which
     # copies the saved activations.
     config.model.remat_policy = 'none'
     config.model.scan_layers = False

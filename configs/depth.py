@@ -16,7 +16,7 @@ Time:      depth 64: 31 hours, as published; the number of steps follows the mea
            parameter of the blocks' matrices and the head, 8.8 billion for depth 24; nanochat's speedrun has 8:
            --config.train.num_tokens=5840000000. 2025: 20 tokens per block parameter (Hoffmann et al. 2022)
 Cost:      depth 64: $1,000 at $4.03 per GPU and hour; --config.train.price_per_hour=X for the price of another provider
-Memory:    compiled ahead of time for 8 × H100, recipe of 2025: 25 GiB per GPU at depth 24, 51 GiB at depth 64
+Memory:    compiled ahead of time for 8 × H100, recipe of 2025: 23 GiB per GPU at depth 24, 51 GiB at depth 64
 Expected:  published: about 34 epochs over the data, lowest validation loss at step 2000 to 5000; the best checkpoint is
            kept. Speed and loss of maxlm are not measured yet
 

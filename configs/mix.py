@@ -12,7 +12,7 @@ Data:      45 % FineWeb-Edu, 25 % Cosmopedia, 20 % FinePDFs, 10 % questions of t
 Hardware:  8 × A100; tiny and small on one GPU, or on a CPU for a trial
 Time:      11 billion tokens, 83 924 steps; 39 hours for xlarge at its published 79 200 tokens/s. -rl: 200 steps of 1024
            responses, 16 to each question
-Memory:    compiled ahead of time: xlarge 26 GiB on each of 8 × H100; small 12 GiB on an RTX 4090
+Memory:    compiled ahead of time: xlarge 23 GiB on each of 8 × H100; small 12 GiB on an RTX 4090
 Expected:  speed and loss are not measured yet
 
 Layers, widths, batch size, learning rates, warm-up and source weights are the published values. Vocabulary, heads and

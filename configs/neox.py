@@ -14,7 +14,7 @@ Hardware:  as above, test on one GPU with 40 GB or more; any number of devices t
            results
 Time:      production: 0.8 billion tokens; production_8gpu: 155 billion tokens;
            tuned_1gpu and tuned_24gb: 5.2 billion tokens; tuned: 29 billion tokens
-Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 33 on each of 8, tuned_24gb and
+Memory:    compiled ahead of time, GiB per device: tuned_1gpu 51 on one H100, tuned 32 on each of 8, tuned_24gb and
            production 18 on each of two RTX 4090, production_8gpu 21 on each of 8 H100, tuned_10gb 7.1 on one RTX 3080
 Expected:  speed and loss are not measured yet
 

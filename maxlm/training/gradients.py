@@ -68,6 +68,13 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
     if not isinstance(layout, SingleDevice):
         shardings = trainable(config, param_shardings(config, layout.of_gradients))
     A = config.rounds
+    # The first micro-batch replaces the values, so that a GPU need not write zeros. XLA would allocate an empty array
+    # that is sharded as a whole on each device.
+    is_empty = (
+        layout.platform == 'gpu'
+        and config.mesh.host_offload != 'all'
+        and all(sharding.is_fully_replicated for sharding in jax.tree.leaves(shardings))
+    )
     # Products on GPUs need contiguous operands. In host memory, the layers are fetched one by one.
     is_unstacked = (
         layout.platform == 'gpu'
@@ -103,9 +110,7 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
         factor: jax.Array | None,
     ) -> tuple[LossSums, Params, Params]:
         kernels, scales = inputs
-        is_whole = config.mesh.host_offload == 'all'
-        # The first micro-batch replaces the values, so that a GPU need not write zeros.
-        create = jax.lax.empty if layout.platform == 'gpu' and not is_whole else jnp.zeros
+        create = jax.lax.empty if is_empty else jnp.zeros
         zero_grads = place(jax.tree.map(lambda p: create(p.shape, jnp.float32), trainable(config, params)))
         if is_unstacked:
             # Otherwise each micro-batch would copy the parameters of each layer out of the stacked arrays.
@@ -124,7 +129,7 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
             with jax.named_scope('gradient_sum'):
                 grads = place(stack_layers(grads) if is_unstacked else grads)
                 before = sum_totals[1]
-                if create is jax.lax.empty:
+                if is_empty:
                     before = jax.tree.map(lambda total: jnp.where(index == 0, 0, total), before)
                 added = jax.tree.map(jnp.add, (sum_totals[0], before), (sums, grads))
                 return (*added, jax.tree.map(jnp.maximum, largest, maxima)), None

@@ -82,3 +82,15 @@ def test_kernels_are_unstacked_before_the_micro_batches(monkeypatch):
         function, arguments = program_on(platform, *CASES[name], monkeypatch)
         jax.eval_shape(function, *arguments)
         assert len(calls) == number
+
+
+def test_only_whole_gradients_are_summed_in_empty_arrays(monkeypatch):
+    """On each device, XLA would allocate all of an empty array that is sharded."""
+    for name, platform, is_empty in (
+        ('tied head', 'gpu', True),
+        ('gradients reduced once', 'gpu', True),
+        ('sharded vocabulary', 'gpu', False),
+        ('tied head', 'cpu', False),
+    ):
+        function, arguments = program_on(platform, *CASES[name], monkeypatch)
+        assert ('= empty' in str(jax.make_jaxpr(function)(*arguments))) == is_empty, (name, platform)

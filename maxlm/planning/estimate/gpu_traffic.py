@@ -33,14 +33,8 @@ from maxlm.planning.estimate.work import (
 )
 from maxlm.training.flops import GPU_KERNELS
 
-# Bytes per parameter and micro-batch: the gradient is read, and its sum is read and written.
-GRADIENT_SUM = 10.4
-# Bytes per parameter and micro-batch of gradients that are copied before they are summed, in unrolled layers.
-GRADIENT_COPY = 4.0
-# Bytes per logit, and additional ones if rows of logits are not aligned to 16 bytes.
-LOGIT, UNALIGNED_LOGIT = 11.8, 10.0
-# Bytes per element of the head's gradient and chunk of the loss: the sum is read and written.
-HEAD_GRADIENT = 8.0
+# Bytes per element of a sum in float32 that is read and written.
+SUM = 8
 # Arrays of the inner width of experts that the activation reads and writes, in a forward pass and in the backward pass.
 # The products of experts are kernels, so XLA cannot fuse the activation with them. Read off programs for H100.
 EXPERT_ACTIVATION, EXPERT_ACTIVATION_BACKWARD = 3, 4
@@ -69,7 +63,7 @@ class Features(NamedTuple):
 
 # Fitted elements that are read and written, per feature, by (model.scan_layers, values that rematerialization saves).
 COEFFICIENTS: dict[tuple[bool, str], Features] = {
-    (False, 'all'): Features(4.9, 2.54, 5.63),
+    (False, 'all'): Features(2.1, 3.15, 4.64),
     (False, 'products'): Features(0.0, 8.24, 3.34),
     (False, 'inputs'): Features(0.0, 9.54, 3.11),
     (True, 'all'): Features(1.49, 11.56, 13.86),
@@ -132,29 +126,56 @@ def features(config: Config, kind: ModelConfig | None = None) -> Features:
 
 
 def fixed_bytes(config: Config) -> float:
-    """Returns the bytes of gradient sums, loss and update."""
-    return _gradient_bytes(config) + _loss_bytes(config) + update_bytes(config)
+    """Returns the bytes of embeddings, gradient sums, loss and update."""
+    return _embedding_bytes(config) + _gradient_bytes(config) + _loss_bytes(config) + update_bytes(config)
+
+
+def _embedding_bytes(config: Config) -> float:
+    """Returns the bytes of rows of embeddings: read and written, their gradients read and added in float32."""
+    model = config.model
+    num_tables = 2 if model.position_embedding == 'learned' else 1
+    per_element = 3 * jnp.dtype(model.dtype).itemsize + 4
+    return num_tables * per_element * model.dim * tokens_per_device(config) / config.mesh.stage
 
 
 def _gradient_bytes(config: Config) -> float:
-    mesh = config.mesh
+    """Returns the bytes of gradient sums and of the kernels of unrolled layers.
+
+    Each micro-batch reads the gradients, and reads and writes their sums. The gradient of the embedding is added to
+    zeros. Once per step, the kernels of each layer are copied out of the stacked arrays.
+    """
+    mesh, model = config.mesh, config.model
+    width = jnp.dtype(model.dtype).itemsize
     shards = mesh.fsdp * mesh.expert * mesh.context
     params = whole_parameters(config)
-    shard = model_parameters(config.model) / (mesh.stage * mesh.tensor * shards)
+    shard = model_parameters(model) / (mesh.stage * mesh.tensor * shards)
     summed = shard if mesh.zero_stage >= 2 else params
-    copied = 0.0 if config.model.scan_layers or (mesh.zero_stage == 3 and shards > 1) else params
-    return config.accumulation * (GRADIENT_SUM * summed + GRADIENT_COPY * copied)
+    copied = 0.0 if model.scan_layers or (mesh.zero_stage == 3 and shards > 1) else 2 * width * params
+    return config.accumulation * ((width + SUM) * summed + 4 * _table(config)) + copied
 
 
 def _loss_bytes(config: Config) -> float:
-    model, mesh = config.model, config.mesh
+    """Returns the bytes of the losses outside of products.
+
+    Logits in float32 are read for their maximum and sum, and again for their gradient, which is written in the compute
+    dtype. Each micro-batch casts the head's kernel and writes zeros, to which products add the kernel's gradient.
+    cuBLAS needs rows of 16 bytes. For another vocabulary size, each chunk copies the kernel, and the sum of its
+    gradients before and after the product.
+    """
+    model = config.model
+    width = jnp.dtype(model.dtype).itemsize
     tokens = tokens_per_device(config)
-    vocabulary = model.num_outputs / mesh.tensor
+    outputs = model.num_outputs / config.mesh.tensor
     chunks = math.ceil(tokens / config.accumulation / config.train.loss_chunk_tokens)
-    per_logit = LOGIT + (UNALIGNED_LOGIT if vocabulary % 8 else 0)
-    head_gradient = HEAD_GRADIENT * config.accumulation * chunks * model.dim
-    losses = 1 + model.mtp_depth
-    return losses * vocabulary * (tokens * per_logit + head_gradient) / mesh.stage
+    padded = 0 if outputs % 8 == 0 else chunks * (2 * width + 2 * SUM)
+    logits = tokens * outputs * (8 + width)
+    of_head = config.accumulation * outputs * model.dim * (4 + width + 4 + padded)
+    return (1 + model.mtp_depth) * (logits + of_head) / config.mesh.stage
+
+
+def _table(config: Config) -> float:
+    """Returns the elements of a table of the vocabulary on a device."""
+    return config.model.vocab_size * config.model.dim / config.mesh.tensor
 
 
 def _unfused_attention_bytes(config: Config) -> float:
