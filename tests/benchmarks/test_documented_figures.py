@@ -80,6 +80,14 @@ def performance(read: Read) -> Iterator[str]:
     )
     yield f'They move {delayed:.1f} GB outside matrix products and attention, {current:.1f} GB with current scaling'
     yield f'and {plain:.1f} GB in bfloat16.'
+    programs = read('fp8_kernels_h100_compiled')['programs']
+    for each in programs:
+        sizes = (each['elementwise_gb'], each['causes_gb']['matrix products'])
+        yield f'| {sizes[0]:.1f} | {sizes[1]:.1f} | {each["kernels"]:,.0f} | {1e3 * each["step_seconds"]:.0f} |'
+    ratio = programs[1]['step_seconds'] / programs[3]['step_seconds']
+    yield f'planned to be {ratio:.2f} times as fast as bfloat16 with norm kernels'
+    seconds = [each['compile_cpu_seconds'] for each in programs]
+    yield f'{seconds[3]:.0f} s of processor time instead of {seconds[2]:.0f} s'
     tiny = read('tiny_cpu2')
     yield f'{tiny["parameters"] / 1e6:.1f}M parameters, {tiny["global_batch"]} × {tiny["window"]} tokens a step'
     yield f'{round(tiny["tokens_per_second"], -1):,.0f} tokens/s, {100 * tiny["mfu_causal"]:.0f} % of the '

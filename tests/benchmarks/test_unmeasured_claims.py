@@ -33,6 +33,8 @@ CLAIMS = {
     '(maxlm/model/layers/mxfp8.py), which has not been measured': '*_b200.json',
     'Which kernel is the fastest on a GPU has not been measured': f'1b_tokamax{GPU}',
     'Delayed scaling has not been measured on a GPU': f'1b_fp8_delayed{GPU}',
+    'The rounding kernels have not been measured on a GPU': f'1b_fp8_*kernels{GPU}',
+    '(maxlm/model/fp8/rounding_kernel.py), which has not been measured': f'1b_fp8_*kernels{GPU}',
     'The present program has not been measured on a GPU': 'decode_1b_h100.json',
     'Not measured yet: a second size': 'nanochat_peer_6_*.json',
     "None of the providers' commands has been run for this page": 'runpod*.json',

@@ -228,8 +228,8 @@ class ModelConfig:
     # fp8_history steps, in training only (docs/performance.md).
     fp8_scaling: Literal['current', 'delayed'] = 'current'
     # Rounding of the arrays of products with fp8_scaling=delayed. pallas: a GPU kernel reads an array once and writes
-    # both copies that cuBLAS needs, and the largest element (maxlm/model/fp8/rounding_kernel.py). It has not been
-    # measured on a GPU yet.
+    # both copies that cuBLAS needs, and the largest element (maxlm/model/fp8/rounding_kernel.py), which has not
+    # been measured.
     fp8_kernel: PallasKernel = 'xla'
     # Number of steps whose largest elements determine the scales of fp8_scaling=delayed.
     fp8_history: Annotated[int, Range(1, 1024)] = 16

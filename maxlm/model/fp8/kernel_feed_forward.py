@@ -25,7 +25,7 @@ from maxlm.model.fp8.kernel_products import (
     rounded_input,
 )
 from maxlm.model.fp8.products import E4M3
-from maxlm.model.fp8.rounding_kernel import Rounding, round_matrices
+from maxlm.model.fp8.rounding_kernel import Fp8Rounding, round_matrices
 from maxlm.parallel.partitioning import Partitioning
 
 # Activations that Triton does not compile.
@@ -78,7 +78,7 @@ def _forward(
     def activate(*tiles: jax.Array) -> tuple[jax.Array]:
         return (plan.activation(*tiles),)
 
-    (found,) = round_matrices(inputs_RF, [down.scales[0]], [Rounding(E4M3)], plan.partitioning, activate)
+    (found,) = round_matrices(inputs_RF, [down.scales[0]], [Fp8Rounding(E4M3)], plan.partitioning, activate)
     hidden = rounded_input(found)
     y_RD = apply(down, hidden.codes, x_RD.dtype)
     return y_RD, _Kept(rounded.kept, hidden.kept, inputs_RF, list(map(keep, into)), keep(down))

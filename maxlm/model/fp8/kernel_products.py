@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxlm.model.fp8.products import E4M3, E5M2, Fp8Codes, Rounded, multiply
-from maxlm.model.fp8.rounding_kernel import RoundedMatrix, Rounding, round_matrices
+from maxlm.model.fp8.rounding_kernel import Fp8Rounding, RoundedMatrix, round_matrices
 from maxlm.parallel.partitioning import Partitioning
 
 
@@ -48,9 +48,9 @@ class KeptProjection(NamedTuple):
     bias: tuple[()] | None
 
     @property
-    def rounding(self) -> Rounding:
+    def rounding(self) -> Fp8Rounding:
         """Returns the rounding of the gradient of the output."""
-        return Rounding(E5M2, has_sums=self.bias is not None)
+        return Fp8Rounding(E5M2, has_sums=self.bias is not None)
 
 
 class KeptInput(NamedTuple):
@@ -80,7 +80,7 @@ class RoundedInput(NamedTuple):
 def round_input(x_RI: jax.Array, scales: jax.Array, partitioning: Partitioning) -> RoundedInput:
     """Returns an input of projections in E4M3."""
     x_RI, scale = jax.lax.stop_gradient((x_RI, scales[0]))
-    (found,) = round_matrices([x_RI], [scale], [Rounding(E4M3)], partitioning)
+    (found,) = round_matrices([x_RI], [scale], [Fp8Rounding(E4M3)], partitioning)
     return rounded_input(found)
 
 

@@ -1,4 +1,4 @@
-"""Rounding of matrices to 8-bit floats in one GPU kernel, for products with delayed scaling.
+"""Fp8Rounding of matrices to 8-bit floats in one GPU kernel, for products with delayed scaling.
 
 The kernel reads a matrix once. It writes the codes, their transposed copy and the largest element, and optionally the
 sums of the columns, which are the gradient of a bias. cuBLAS multiplies 8-bit floats only along the last axis of both
@@ -49,7 +49,7 @@ class RoundedMatrix(NamedTuple):
     sums: jax.Array | None
 
 
-class Rounding(NamedTuple):
+class Fp8Rounding(NamedTuple):
     """Properties of a matrix that the kernel rounds.
 
     Attributes:
@@ -69,7 +69,7 @@ def identity(x: jax.Array) -> tuple[jax.Array]:
 def round_matrices(
     inputs: Sequence[jax.Array],
     scales: Sequence[jax.Array],
-    roundings: Sequence[Rounding],
+    roundings: Sequence[Fp8Rounding],
     partitioning: Partitioning,
     function: Callable[..., tuple[jax.Array, ...]] = identity,
 ) -> list[RoundedMatrix]:
@@ -116,7 +116,7 @@ def _run(
     arrays: dict[str, jax.Array],
     *,
     function: Callable[..., tuple[jax.Array, ...]],
-    roundings: tuple[Rounding, ...],
+    roundings: tuple[Fp8Rounding, ...],
     names: tuple[str, ...],
     platform: str,
 ) -> dict[str, jax.Array]:
@@ -150,7 +150,7 @@ def _kernel(
     outputs: dict[str, Any],
     *,
     function: Callable[..., tuple[jax.Array, ...]],
-    roundings: tuple[Rounding, ...],
+    roundings: tuple[Fp8Rounding, ...],
     dtype: Any,
 ) -> None:
     """Computes and rounds one tile of each result."""

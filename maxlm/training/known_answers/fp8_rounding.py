@@ -13,7 +13,7 @@ from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.model.fp8.kernel_feed_forward import UNSUPPORTED
 from maxlm.model.fp8.products import E4M3, E5M2, Fp8Codes, quantize
-from maxlm.model.fp8.rounding_kernel import RoundedMatrix, Rounding, round_matrices
+from maxlm.model.fp8.rounding_kernel import Fp8Rounding, RoundedMatrix, round_matrices
 from maxlm.model.layers.mlp import ACTIVATIONS
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from maxlm.training.known_answers.answer import KnownAnswer, floats, normal
@@ -33,7 +33,7 @@ def fp8_rounding_answer(model: ModelConfig, rows: int, width: int) -> KnownAnswe
         name = 'swiglu' if count == 2 else 'silu'
     activation = ACTIVATIONS[name]
     scales = [np.float32(SCALES[0]), *[np.float32(SCALES[1])] * count]
-    roundings = [Rounding(E4M3), *[Rounding(E5M2, has_sums=True)] * count]
+    roundings = [Fp8Rounding(E4M3), *[Fp8Rounding(E5M2, has_sums=True)] * count]
 
     def compute(*tiles: jax.Array) -> tuple[jax.Array, ...]:
         *inputs, gradient = tiles

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.model.fp8 import kernel_products, products, rounding_kernel
 from maxlm.model.fp8.kernel_products import Projection, round_input
-from maxlm.model.fp8.rounding_kernel import Rounding, round_matrices
+from maxlm.model.fp8.rounding_kernel import Fp8Rounding, round_matrices
 from maxlm.parallel.partitioning import SINGLE_DEVICE
 from tests.small import small_config, small_layout
 
@@ -41,7 +41,7 @@ def test_codes_are_those_of_xla(shape, element):
     def both(x):
         return x, x
 
-    plan = [Rounding(kind, has_sums=True) for kind in KINDS]
+    plan = [Fp8Rounding(kind, has_sums=True) for kind in KINDS]
     found = jax.jit(lambda x, scale: round_matrices([x], [scale, scale], plan, SINGLE_DEVICE, both))(x, scale)
     for rounded, bits, kind in zip(found, expected(x, scale), KINDS, strict=True):
         for ours in (rounded.codes.bits, rounded.transposed.bits.T):
@@ -59,7 +59,7 @@ def test_codes_are_those_of_xla(shape, element):
 def test_results_of_a_function_are_rounded_to_the_dtype_of_its_inputs():
     a, b = matrix((37, 24)), matrix((37, 24), seed=1)
     scale = jnp.float32(1)
-    plan = [Rounding(products.E4M3), Rounding(products.E5M2)]
+    plan = [Fp8Rounding(products.E4M3), Fp8Rounding(products.E5M2)]
     found = round_matrices([a, b], [scale, scale], plan, SINGLE_DEVICE, lambda a, b: (a * b, a - b))
     exact = [f(a.astype(np.float32), b.astype(np.float32)).astype(jnp.bfloat16) for f in (jnp.multiply, jnp.subtract)]
     for rounded, x, (kind, _) in zip(found, exact, plan, strict=True):
@@ -69,7 +69,7 @@ def test_results_of_a_function_are_rounded_to_the_dtype_of_its_inputs():
 def test_each_device_rounds_its_rows():
     layout = small_layout(small_config(num_devices=2, mesh__fsdp=2))
     x, scale = matrix((64, 24)), jnp.float32(2.0**-3)
-    plan = [Rounding(products.E4M3, has_sums=True)]
+    plan = [Fp8Rounding(products.E4M3, has_sums=True)]
 
     def run(x, partitioning):
         return round_matrices([x], [scale], plan, partitioning)[0]
