@@ -125,14 +125,22 @@ class PathOption:
 
 @dataclasses.dataclass(frozen=True)
 class PathList:
-    """Type of an argparse option that takes comma-separated names and paths. `KIND:` may precede a path."""
+    """Type of an argparse option that takes comma-separated names and paths. `KIND:` may precede a path.
+
+    Attributes:
+        option: type of each path.
+        remote: kinds whose paths may also be URLs.
+    """
 
     option: PathOption
+    remote: tuple[str, ...] = ()
 
     def __call__(self, text: str) -> str:
-        for part in text.split(','):
-            if part.strip():
-                self.option(re.sub(r'^\w+:(?!/)', '', part.strip()))
+        for part in filter(None, map(str.strip, text.split(','))):
+            found = re.match(r'(\w+):(?!/)', part)
+            is_remote = found is not None and found[1] in self.remote
+            option = dataclasses.replace(self.option, urls=ANY) if is_remote else self.option
+            option(part[found.end() :] if found else part)
         return text
 
 

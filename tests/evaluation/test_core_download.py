@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 
+from maxlm.cli.models import evaluate
 from maxlm.cli.runs import recipe
 from maxlm.errors import InputError
 from maxlm.evaluation.tasks import core_download
@@ -161,6 +162,15 @@ def test_data_sets_of_the_hub(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r'--tasks=core:hf:me/bundle@v1/core.zip: hf://.*offline\); or give'):
         open_bundle('hf:me/bundle@v1/core.zip')
     assert asked == ['hf://datasets/me/bundle@v1/core.zip']
+
+
+def test_only_the_bundle_may_be_a_url(server):
+    parser = evaluate.make_parser()
+    for tasks in (f'core:{server.url},arc_easy', 'core:hf:me/bundle', f'core:{server.url}#sha256={64 * "0"}'):
+        assert parser.parse_args(['--checkpoint=runs/x', f'--tasks={tasks}']).tasks == tasks
+    for tasks in (server.url, f'humaneval:{server.url}', 'core:nowhere://x'):
+        with pytest.raises(InputError, match=r'--tasks=(http.*: URLs are not|nowhere.*unknown protocol)'):
+            parser.parse_args(['--checkpoint=runs/x', f'--tasks={tasks}'])
 
 
 def test_recipes_download_before_the_first_phase(server):

@@ -51,7 +51,7 @@ def make_parser() -> ArgumentParser:
     parser.add_shared('--data', '--num-batches')
     add(
         '--tasks',
-        type=PathList(PathOption()),
+        type=PathList(PathOption(), remote=('core',)),
         default='',
         help='comma-separated lm-eval tasks, task files, core:BUNDLE, humaneval:FILE, mbpp:FILE, questions:FILE, '
         'needle',
