@@ -60,9 +60,9 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     if variant == 'reward':
         config.train.objective = 'reward'
         config.data.path = 'data/flags/pairs'
+        config.train.num_steps = 200
         config.optimizer.learning_rate = 1e-3
         config.optimizer.min_learning_rate = 1e-4
-        config.eval.interval = 25
         return config
 
     config.train.objective = 'grpo'
