@@ -13,8 +13,8 @@ Variants:  sft · reward and rl, which start from runs/flags-sft; rl scores answ
 Hardware:  any CPU
 Time:      a few minutes (docs/posttraining.md)
 Cost:      nothing
-Expected:  the reward model prefers the right answer in more than 90 % of held-out pairs; after rl, more than 90 % of
-           sampled flags are green, and about 30 % before
+Expected:  over three seeds, the reward model prefers the right answer in 88–99 % of held-out pairs; 96–97 % of sampled
+           flags are green after rl, and 25–32 % before
 """
 
 from ml_collections import ConfigDict
