@@ -2,8 +2,9 @@
 
 The requests consist of random words and have the shapes of common benchmarks: choices of several tokens, choices of one
 token after five examples (shared by all questions, or different for each), and complete texts. A Llama with random
-float32 weights answers them on all cores, with `maxlm.evaluation.tasks.lm_eval_model` and with lm-eval's `HFLM`. `HFLM` runs
-with batches of 1, 8 and 16; its best batch size counts. The time covers the backend, from text to log-probabilities.
+float32 weights answers them on all cores, with `maxlm.evaluation.tasks.lm_eval_model` and with lm-eval's `HFLM`. `HFLM`
+runs with batches of 1, 8 and 16; its best batch size counts. The time covers the backend, from text to
+log-probabilities.
 
 Each side is a process, which idles while the other one works. The sides run in turns; ratios compare medians over the
 rounds. A first round compiles all programs and compares the results of both sides. Needs maxlm's `dev` extra.

@@ -14,10 +14,10 @@ import pytest
 
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer, train_bpe
 from maxlm.errors import InputError
+from maxlm.evaluation.statistics import difference, mean_of
 from maxlm.evaluation.tasks import core
 from maxlm.evaluation.tasks.core import evaluate_core
 from maxlm.evaluation.tasks.core_bundle import open_bundle
-from maxlm.evaluation.statistics import difference, mean_of
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
 from tests.evaluation.core_bundles import TASKS, write_bundle

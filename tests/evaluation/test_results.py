@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.evaluation.tasks.lm_eval_tasks import measures, write_results
 from maxlm.evaluation.statistics import mean_of
+from maxlm.evaluation.tasks.lm_eval_tasks import measures, write_results
 
 RATES = [(-6.0, 2), (-9.0, 3), (-2.0, 1), (-1.0, 1)]
 RESULTS = {

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from maxlm.cli.runs import report
-from maxlm.evaluation.tasks.core_bundle import open_bundle
 from maxlm.evaluation.statistics import Measure, mean_of
 from maxlm.evaluation.table import Column, table_json
+from maxlm.evaluation.tasks.core_bundle import open_bundle
 from maxlm.reporting.overview import tiles
 from maxlm.reporting.page import section
 from maxlm.reporting.records import evaluated

@@ -15,14 +15,14 @@ import numpy as np
 from maxlm.cli.hints import print_generate
 from maxlm.data.loader.dataset import TrainingData, open_training_data
 from maxlm.errors import EXIT_DONE, InputError, escape_controls
-from maxlm.evaluation.tasks.code import ProgramsConfig
-from maxlm.evaluation.tasks.lm_eval_tasks import Benchmarks
 from maxlm.evaluation.output import output_directory
 from maxlm.evaluation.perplexity import HeldOut, bits_per_byte, draw_positions, make_token_losses, measure
-from maxlm.evaluation.tasks.questions import QUESTIONS
-from maxlm.evaluation.tasks.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.evaluation.statistics import Measure, exponential_of
 from maxlm.evaluation.table import Column, table_json, table_text
+from maxlm.evaluation.tasks.code import ProgramsConfig
+from maxlm.evaluation.tasks.lm_eval_tasks import Benchmarks
+from maxlm.evaluation.tasks.questions import QUESTIONS
+from maxlm.evaluation.tasks.runner import EvalOptions, EvalResult, EvalRun, parse_tasks
 from maxlm.inference.load import LoadedModel, load_model
 from maxlm.log import Console, progress_bar
 from maxlm.storage.atomic import atomic_write

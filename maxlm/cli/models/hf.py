@@ -61,8 +61,8 @@ def make_parser() -> ArgumentParser:
         '--input',
         type=PathOption(advice='give a local directory, or a local .gguf file or model_NNNNNN.pt'),
         required=True,
-        help='Transformers directory with config.json and safetensors, hf:NAME[@REVISION] of the Hugging Face Hub, GGUF '
-        'file, directory of nanochat with model_NNNNNN.pt and meta_NNNNNN.json (its newest step), or one '
+        help='Transformers directory with config.json and safetensors, hf:NAME[@REVISION] of the Hugging Face Hub, '
+        'GGUF file, directory of nanochat with model_NNNNNN.pt and meta_NNNNNN.json (its newest step), or one '
         'model_NNNNNN.pt',
     )
     importer.add_argument(

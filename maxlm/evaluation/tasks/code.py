@@ -15,8 +15,8 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.jinja import ChatError
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, os_message
-from maxlm.evaluation.tasks.lm_eval_model import Generator
 from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.evaluation.tasks.lm_eval_model import Generator
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.prompts import text_prompt
 from maxlm.inference.sampling import Sampling

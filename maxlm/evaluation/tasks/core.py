@@ -19,8 +19,8 @@ import numpy as np
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.tasks.core_bundle import LANGUAGE_MODELING, SCHEMA, CoreTask
 from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.evaluation.tasks.core_bundle import LANGUAGE_MODELING, SCHEMA, CoreTask
 from maxlm.inference.scoring import LogprobScorer, ScoringRequest
 
 NAME = 'core'

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel, harness_model, missing_lm_eval
 from maxlm.evaluation.output import output_directory, to_json, write_samples
 from maxlm.evaluation.statistics import Measure, exponential_of, mean_of
+from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel, harness_model, missing_lm_eval
 
 # Number of bootstrap samples for standard errors of metrics that are not means.
 BOOTSTRAPS = 1000

@@ -8,11 +8,11 @@ from pathlib import Path
 from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.evaluation.statistics import Measure
 from maxlm.evaluation.tasks.core import evaluate_core
 from maxlm.evaluation.tasks.core_bundle import CoreTask, open_bundle, split_bundle
 from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel
 from maxlm.evaluation.tasks.lm_eval_tasks import Benchmarks, measures
-from maxlm.evaluation.statistics import Measure
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.scoring import LogprobScorer
 from maxlm.parallel.layout import Layout

@@ -15,8 +15,8 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.formats.jsonl import read_objects
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
-from maxlm.evaluation.tasks.lm_eval_model import Generator
 from maxlm.evaluation.statistics import Measure, mean_of
+from maxlm.evaluation.tasks.lm_eval_model import Generator
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.rl.rewards.prompts import PROMPT_KEYS, read_prompts

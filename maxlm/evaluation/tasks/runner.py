@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxlm.errors import InputError
+from maxlm.evaluation.output import output_directory, write_samples
+from maxlm.evaluation.statistics import Measure
 from maxlm.evaluation.tasks.code import KINDS, ProgramsConfig, open_suite, solve
 from maxlm.evaluation.tasks.core import evaluate_core
 from maxlm.evaluation.tasks.core_bundle import open_bundle, split_bundle
 from maxlm.evaluation.tasks.lm_eval_model import LmEvalModel
 from maxlm.evaluation.tasks.lm_eval_tasks import Benchmarks, measures, write_results
 from maxlm.evaluation.tasks.needle import NeedleConfig, NeedleResults, default_lengths, draw_needles, find_needles
-from maxlm.evaluation.output import output_directory, write_samples
 from maxlm.evaluation.tasks.questions import QUESTIONS, ask, check_questions
-from maxlm.evaluation.statistics import Measure
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Completion, Request
 from maxlm.inference.load import LoadedModel
