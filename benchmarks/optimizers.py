@@ -120,9 +120,11 @@ def _compiled(config: Config) -> tuple[Callable[[TrainState], TrainState], Train
         params, opt_state, _, _ = change(state, grads, jnp.bool_(True))
         return state._replace(params=params, opt_state=opt_state, step=state.step + 1)
 
+    # A keyword and a position would be two programs.
+    updated = partial(update, grads=grads)
     for _ in range(2):
-        state = jax.block_until_ready(update(state, grads))
-    return partial(update, grads=grads), state
+        state = jax.block_until_ready(updated(state))
+    return updated, state
 
 
 def run() -> None:
