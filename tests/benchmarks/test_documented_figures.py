@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -88,6 +89,10 @@ def performance(read: Read) -> Iterator[str]:
     yield f'planned to be {ratio:.2f} times as fast as bfloat16 with norm kernels'
     seconds = [each['compile_cpu_seconds'] for each in programs]
     yield f'{seconds[3]:.0f} s of processor time instead of {seconds[2]:.0f} s'
+    changes = [100 * each['relative_difference'] for each in read('fp8_loss_cpu2')['runs'] if 'fp8' in each['variant']]
+    error = statistics.stdev(changes) / len(changes) ** 0.5
+    yield f'by {-statistics.fmean(changes):.2f} % ± {error:.2f} % (mean and standard error of {len(changes)} seeds)'
+    yield f'between {-min(changes):.2f} % lower and {max(changes):.2f} % higher'
     tiny = read('tiny_cpu2')
     yield f'{tiny["parameters"] / 1e6:.1f}M parameters, {tiny["global_batch"]} × {tiny["window"]} tokens a step'
     yield f'{round(tiny["tokens_per_second"], -1):,.0f} tokens/s, {100 * tiny["mfu_causal"]:.0f} % of the '
