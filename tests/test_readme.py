@@ -12,6 +12,7 @@ import yaml
 from maxlm.cli.parser import ArgumentParser
 from maxlm.config.config_files import split_overrides
 from maxlm.config.loading import load
+from maxlm.config.serialization import to_json
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
@@ -56,7 +57,7 @@ class _ParsedError(Exception):
     """Stops a verb after it has parsed its command line."""
 
 
-def test_commands_parse(monkeypatch):
+def test_commands_parse(monkeypatch, tmp_path):
     def parse_only(self, argv):
         original(self, argv)
         raise _ParsedError
@@ -64,6 +65,8 @@ def test_commands_parse(monkeypatch):
     original = ArgumentParser.parse_args
     monkeypatch.setattr(ArgumentParser, 'parse_args', parse_only)
     monkeypatch.chdir(ROOT)
+    # The base of the config finetune, which earlier commands of the page train.
+    (tmp_path / 'config.json').write_text(to_json(load('tiny')))
     seen = set()
     for words in commands():
         if words[0] in ('bash', './launch/demo.sh', './launch/test.sh'):
@@ -85,8 +88,9 @@ def test_commands_parse(monkeypatch):
         overrides, rest = split_overrides(argv)
         configs = [word.removeprefix('--config=') for word in rest if word.startswith('--config=')]
         for config in configs:
+            base = [f'train.init_from={tmp_path}'] if config.startswith('finetune') else []
             # Earlier commands of the page write the config.json of a run.
-            load('configs/tiny.py' if config.endswith('.json') else config, overrides)
+            load('configs/tiny.py' if config.endswith('.json') else config, [*overrides, *base])
     verbs = {'train', 'evaluate', 'generate', 'hf', 'prepare', 'plan', 'checkpoints', 'supervise'}
     verbs |= {'doctor', 'monitor', 'report', 'grpo', 'serve', 'quantize'}
     assert seen >= {f'maxlm.{verb}' for verb in verbs} | {'benchmarks.step'}
