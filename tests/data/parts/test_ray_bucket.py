@@ -1,11 +1,13 @@
 """A real Ray cluster of local nodes with separate scratch disks writes to a bucket, while nodes are killed."""
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from maxlm.storage.bucket import Bucket
@@ -52,7 +54,11 @@ class Nodes:
         return [number for number in self._nodes if any(self.disks[number].glob('maxlm-prepare-*'))]
 
     def kill(self, number):
-        """Kills the processes of a node, without the end of its tasks."""
+        """Kills all processes of a node at once. Workers whose raylet dies would otherwise clean up."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get('TMPDIR') == str(self.disks[number]):
+                    process.kill()
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
 
