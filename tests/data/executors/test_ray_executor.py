@@ -2,11 +2,12 @@
 
 import os
 import sys
+import types
 
 import pytest
 
-from maxlm.data.executors.executor import run_tasks
-from maxlm.data.executors.ray_executor import RayCluster
+from maxlm.data.executors.executor import TaskResult, TaskStatus, run_tasks
+from maxlm.data.executors.ray_executor import MAX_LOST_NODES, RayCluster
 from maxlm.data.prepare import partitions
 from maxlm.errors import InputError
 from tests.conftest import ROOT
@@ -105,3 +106,31 @@ def test_an_unreachable_cluster_is_a_one_line_error(capsys, tmp_path):
         error = capsys.readouterr().err
         assert error.count('\n') == 1
         assert f'{address}: no Ray cluster' in error
+
+
+@pytest.mark.parametrize(('losses', 'ending'), [(MAX_LOST_NODES, 'done'), (MAX_LOST_NODES + 1, 'failed')])
+def test_a_lost_machine_is_no_failed_attempt(monkeypatch, losses, ending):
+    exceptions = pytest.importorskip('ray.exceptions', reason='the extra ray')
+    starts = []
+
+    def get(reference):
+        if reference <= losses:
+            raise exceptions.NodeDiedError('the node is dead')
+        return TaskResult(7, TaskStatus.DONE), (1, 2, 3)
+
+    def start(number, task):
+        starts.append((number, task))
+        return len(starts)
+
+    # A cluster that cannot choose the time of a loss; see also tests/data/parts/test_ray_bucket.py.
+    engine = object.__new__(RayCluster)
+    engine._running = {}
+    engine._remote = types.SimpleNamespace(remote=start)
+    engine._ray = types.SimpleNamespace(
+        wait=lambda all, num_returns: (all[:1], all[1:]), get=get, exceptions=exceptions
+    )
+    engine.start(7, 'task')
+    while not (found := engine.wait(lambda *new: None)):
+        pass
+    assert [(result.number, result.ending.value) for result in found] == [(7, ending)]
+    assert starts == [(7, 'task')] * (MAX_LOST_NODES + 1)

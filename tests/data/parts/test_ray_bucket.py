@@ -1,11 +1,13 @@
 """A real Ray cluster of local nodes with separate scratch disks writes to a bucket, while nodes are killed."""
 
+import contextlib
 import os
 import random
 import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from maxlm.storage.bucket import Bucket
@@ -52,7 +54,11 @@ class Nodes:
         return [number for number in self._nodes if any(self.disks[number].glob('maxlm-prepare-*'))]
 
     def kill(self, number):
-        """Kills the processes of a node, without the end of its tasks."""
+        """Kills all processes of a node at once. Workers whose raylet dies would otherwise clean up."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get('TMPDIR') == str(self.disks[number]):
+                    process.kill()
         self._cluster.remove_node(self._nodes.pop(number), allow_graceful=False)
 
 
@@ -81,7 +87,7 @@ def nodes(bucket, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(900)
-def test_killed_nodes_and_a_killed_driver_leave_the_same_bytes(nodes, bucket, inputs, tmp_path, monkeypatch):
+def test_killed_nodes_and_a_killed_driver_leave_the_same_bytes(nodes, bucket, inputs, tmp_path, request):
     rng = random.Random(11)
     for folder in inputs[1:]:
         for path in folder.iterdir():
@@ -89,15 +95,20 @@ def test_killed_nodes_and_a_killed_driver_leave_the_same_bytes(nodes, bucket, in
     arguments = ['--input', *(f'gs://bucket/inputs/{folder.name}' for folder in inputs[1:]), *OPTIONS]
     assert run(*arguments, '--output', tmp_path / 'expected') == 0
     expected = contents(tmp_path / 'expected')
-    # Uploads take a moment, so that a kill meets a task.
-    bucket.fault(r'(POST|PUT) .*web/', delay=0.1)
+    # Uploads take longer than a kill, so that it meets a task.
+    bucket.fault(r'(POST|PUT) .*web/.prepare/(signatures|survey)', delay=1.0)
     words = [*arguments, '--executor=ray', '--ray-address', nodes.address, '--cache', tmp_path / 'cache']
-    # Lost nodes are not failed attempts.
-    words += ['--retries', 0, '--output', 'gs://bucket/web']
+    words += ['--output', 'gs://bucket/web']
     command = [sys.executable, '-c', PREPARE, *map(str, words)]
 
     def start():
-        return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        request.addfinalizer(lambda: end(started))
+        return started
+
+    def end(started):
+        started.kill()
+        started.communicate()
 
     def wait_for_results(number):
         """Waits for further results of tasks and for a running task. Returns the numbers of the busy nodes."""
@@ -121,6 +132,8 @@ def test_killed_nodes_and_a_killed_driver_leave_the_same_bytes(nodes, bucket, in
         nodes.add()
     # A killed node has no time to clean up.
     assert any(os.listdir(nodes.disks[number]) for number in killed)
+    bucket.clear()
+    bucket.fault(r'(POST|PUT) .*web/train', delay=0.3)
     wait_for_results(1)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=SECONDS)
