@@ -1,4 +1,4 @@
-"""Measures a reward model and GRPO with it on this machine: `python -m benchmarks.reward_model --output FILE`.
+"""Measures a reward model and GRPO with it on this machine: `python -m benchmarks.reward_model [--output FILE]`.
 
 For each seed, runs the commands in the docstring of configs/flags.py. Records the accuracy on held-out pairs during the
 training of the reward model, the fraction of green flags during GRPO, and the wall time of each run.
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     """Runs all seeds, and prints and writes the results."""
     parser = ArgumentParser(prog='benchmarks.reward_model', allow_abbrev=False, description=__doc__)
     parser.add_argument('--seeds', type=int, default=3, help='number of seeds (default 3)')
-    parser.add_argument('--output', type=Path, required=True, help='JSON file to write')
+    parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     if options.seeds < 1:
         raise InputError(f'--seeds={options.seeds}: needs 1 or more')
@@ -34,7 +34,8 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as directory:
             results.append(run(seed, Path(directory)))
         print(line_of(results[-1]), flush=True)
-        options.output.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
+        if options.output:
+            options.output.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
     return EXIT_DONE
 
 

@@ -44,7 +44,7 @@ class Fakes:
         log_probs = np.full((ROWS, R), -1, np.float32)
         return Responses(np.full((ROWS, R), number, np.int32), log_probs, np.full(ROWS, R), np.zeros(ROWS, bool), R)
 
-    def score(self, responses, tasks, *, reward):
+    def score(self, responses, tasks, *, reward, model_scores):
         number = int(responses[0][0])
         self.is_scoring[number].set()
         if self._overlap and number + 1 < NUM_ROLLOUTS:
