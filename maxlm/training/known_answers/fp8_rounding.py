@@ -5,6 +5,8 @@ Shapes: R rows, F width of the feed-forward layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,7 @@ def fp8_rounding_answer(model: ModelConfig, rows: int, width: int) -> KnownAnswe
         # In such a run, the kernel only rounds.
         name = 'swiglu' if count == 2 else 'silu'
     activation = ACTIVATIONS[name]
-    scales = [np.float32(SCALES[0]), *[np.float32(SCALES[1])] * count]
+    scales: list[Any] = [np.float32(SCALES[0]), *[np.float32(SCALES[1])] * count]
     roundings = [Fp8Rounding(E4M3), *[Fp8Rounding(E5M2, has_sums=True)] * count]
 
     def compute(*tiles: jax.Array) -> tuple[jax.Array, ...]:
