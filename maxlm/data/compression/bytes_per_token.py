@@ -7,13 +7,13 @@ The texts were written for this purpose. `reference.json` contains the numbers o
 from __future__ import annotations
 
 import functools
-import json
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 
 # Files of the texts → kinds of text, in the order of the table.
 KINDS = {
@@ -49,7 +49,7 @@ def bytes_per_token(tokenizer: Tokenizer) -> BytesPerToken:
     """
     if tokenizer.kind == 'ids':
         return {}
-    reference = json.loads(REFERENCE.read_text(encoding='utf-8'))['tokens']
+    reference = parse_json(REFERENCE.read_text(encoding='utf-8'))['tokens']
     table: BytesPerToken = {}
     for name, text in sample_texts().items():
         counts = {OWN: _count(tokenizer, text), **{other: tokens[name] for other, tokens in reference.items()}}

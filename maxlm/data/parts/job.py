@@ -54,7 +54,7 @@ def make_job(made_from: dict[str, Any], files: Sequence[InputFile]) -> Preparati
     packages = {f'version of {name}': version for name, version in package_versions().items()}
     versions = {display_path(file.path): [file.size, file.version] for file in files}
     # The round trip turns tuples into lists, as in the stored job.
-    return PreparationJob(**json.loads(json.dumps({'options': made_from | packages, 'files': versions})))
+    return PreparationJob(**parse_json(json.dumps({'options': made_from | packages, 'files': versions})))
 
 
 def check_job(store: PartStore, job: PreparationJob, name: str) -> None:
