@@ -376,6 +376,7 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/training.md': training,
     'docs/launch/elastic.md': elastic,
     'docs/leaderboard.md': training_figures.leaderboard,
+    'docs/tutorials/chat.md': training_figures.chat_tutorial,
     'docs/negative-results.md': training_figures.negative_results,
 }
 

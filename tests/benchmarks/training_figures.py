@@ -101,3 +101,10 @@ def negative_results(read: Read) -> Iterator[str]:
     sides = read('nanochat_peer_cpu2')['sides']
     rates, schedule = (statistics.mean(last(sides[name])) for name in ('maxlm-rates', 'maxlm-schedule'))
     yield f'{rates:.4f} instead of {schedule:.4f}'
+
+
+def chat_tutorial(read: Read) -> Iterator[str]:
+    facts = read('from_zero_chat_cpu2')
+    yield f'{facts["cpu_seconds"] / 60:.1f} minutes of CPU time'
+    yield f'{facts["exact"]} of {len(facts["answers"])} answers'
+    yield f'{facts["all_exact"]} of all {facts["all_questions"]}'
