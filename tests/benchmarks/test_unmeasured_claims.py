@@ -39,6 +39,7 @@ CLAIMS = {
     'Not measured yet: a second size': 'nanochat_peer_6_*.json',
     "None of the providers' commands has been run for this page": 'runpod*.json',
     'state in host memory has not been timed on a GPU': f'*host*{GPU}',
+    'The time on a real cluster is not measured': 'prepare_*cluster*.json',
     'Their effect on the speed has not been measured yet': f'xla_flags*{GPU}',
 }
 UNMEASURED = re.compile(r'(?i)\b(?:not|never|no|none)\b[^.|:]{0,60}\b(?:measured|timed|been run|run on)\b|unmeasured')
