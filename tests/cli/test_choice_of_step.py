@@ -6,6 +6,7 @@ The losses of the run rise, and only one of its steps has parameters, so that no
 import argparse
 import io
 import json
+import logging
 import re
 import shutil
 
@@ -13,6 +14,7 @@ import pytest
 
 import maxlm
 from maxlm.checkpoint import listing
+from maxlm.checkpoint.frozen_models import REWARD_MODEL, frozen_checksum
 from maxlm.cli.commands import COMMANDS, module_of
 from maxlm.cli.execution import serve
 from maxlm.cli.hints import HINTS
@@ -176,7 +178,21 @@ def test_the_arguments_name_all_config_keys():
     type_of = declared_keys()['train.init_from'].path
     keys = {name for name, key in declared_keys().items() if key.path == type_of}
     named = re.findall(r'--config\.([a-z_.]+)=\{run\}(?: |$)', ' '.join(USES.values()))
-    assert keys == set(named) == {'train.init_from', 'distill.teacher'}
+    # A run with a reward model needs another model; see the next test.
+    assert keys == {*named, REWARD_MODEL} == {'train.init_from', 'distill.teacher', REWARD_MODEL}
+
+
+def test_a_reward_model_is_the_newest_step(runs, caplog, monkeypatch):
+    run = runs(NEWEST) / 'run'
+    # As in a command, whose console is the only handler.
+    monkeypatch.setattr(listing.logger, 'handlers', [caplog.handler])
+    monkeypatch.setattr(listing.logger, 'propagate', False)
+    listing._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, 'maxlm'):
+        frozen_checksum(str(run), key=REWARD_MODEL)
+        frozen_checksum(f'{run}@best', key=REWARD_MODEL)
+    assert caplog.text.count(USED['']) == 1
+    assert caplog.text.count(USED['@best']) == 1
 
 
 @pytest.mark.parametrize('command', USES)
