@@ -364,7 +364,10 @@ def test_directories_without_a_model_name_their_files(tmp_path, refused):
     (folder / 'pytorch_model.bin').touch()
     refused('import', f'--input={folder}', parts=['found pytorch_model.bin, a.txt;', 'model_NNNNNN.pt'])
     refused(
-        'import', f'--input={folder}', '--tokenizer=x', parts=['--tokenizer=x: applies only to checkpoints of nanochat']
+        'import',
+        f'--input={folder}',
+        '--tokenizer=x',
+        parts=['--tokenizer=x: applies only to GGUF files and checkpoints of nanochat'],
     )
 
 
