@@ -44,7 +44,7 @@ def run(seed: int, directory: Path) -> dict[str, Any]:
     data, sft, reward, rl = (directory / name for name in ('data', 'sft', 'reward', 'rl'))
     quiet = ['--config.metrics.tensorboard=False', '--config.metrics.device_stats_interval_seconds=0']
     seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}', *quiet]
-    call('examples.flags', '--output', str(data), '--seed', str(seed))
+    call('examples.tasks.flags', '--output', str(data), '--seed', str(seed))
     prepare(data, 'chats', 'chat', 'bytes')
     seconds = {'sft': train('sft', sft, f'--config.data.path={data / "chats"}', *seeds)}
     prepare(data, 'pairs', 'preference', str(sft / 'tokenizer.json'))

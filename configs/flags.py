@@ -1,6 +1,6 @@
 """Flags with 0.1M parameters: SFT, a reward model of readers who prefer green stripes, then GRPO with this reward.
 
-Command:   python -m examples.flags --output data/flags
+Command:   python -m examples.tasks.flags --output data/flags
            maxlm prepare --input data/flags/chats.jsonl --format chat --chat-template chatml --tokenizer bytes \
                --pack-seq-len 64 --validation-fraction 0.2 --output data/flags/chats
            maxlm train --config=configs/flags.py:sft --workdir=runs/flags-sft
@@ -75,7 +75,7 @@ def get_config(variant: str = 'sft') -> ConfigDict:
     config.grpo.reward = 'reward_model'
     config.grpo.reward_model = 'runs/flags-reward'
     # The true preference, which the training does not use.
-    config.grpo.eval_reward = 'examples.flags:is_green'
+    config.grpo.eval_reward = 'examples.tasks.flags:is_green'
     config.grpo.num_generations = 16
     config.grpo.prompts_per_rollout = 8
     config.grpo.max_completion_length = 12

@@ -2,7 +2,7 @@
 
 import json
 
-from examples.flags import NUM_STRIPES, SIZES, is_green, main
+from examples.tasks.flags import NUM_STRIPES, SIZES, is_green, main
 from maxlm.errors import EXIT_DONE, exit_code
 
 

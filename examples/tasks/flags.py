@@ -1,6 +1,6 @@
 """Flags whose readers prefer green: writes chats, preference pairs and prompts, and measures the true preference.
 
-    python -m examples.flags --output data/flags
+    python -m examples.tasks.flags --output data/flags
 
 A prompt is the name of a country, and an answer is the stripes of its flag, e.g. `rgby` for red, green, blue and
 yellow. Of two flags with four stripes, the one with more green stripes is preferred. A flag with another number of
@@ -69,7 +69,7 @@ def make_entries(seed: int) -> dict[str, list[dict[str, Any]]]:
 
 def main(argv: list[str]) -> int:
     """Writes the files and prints their number of lines."""
-    parser = ArgumentParser(prog='examples.flags', allow_abbrev=False, description=__doc__)
+    parser = ArgumentParser(prog='examples.tasks.flags', allow_abbrev=False, description=__doc__)
     parser.add_argument('--output', type=Path, required=True, metavar='DIR', help='directory of the files')
     parser.add_argument('--seed', type=int, default=0, help='the same seed gives the same files (default 0)')
     options = parser.parse_args(argv)
