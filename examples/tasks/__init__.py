@@ -1,1 +1,1 @@
-"""Tasks with verifiable rewards: arithmetic and program synthesis."""
+"""Example tasks: arithmetic and program synthesis with verifiable rewards, and flags with preferences."""
