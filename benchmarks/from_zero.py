@@ -10,7 +10,6 @@ the same time; half of them is the least time on two cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step import machine
+from maxlm.cli.parser import ArgumentParser
+from maxlm.errors import EXIT_DONE, exit_code
 
 ROOT = Path(__file__).parents[1]
 PAGES = ('chat', 'fine-tune')
@@ -101,12 +102,13 @@ def _answers(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str]) -> int:
+    """Follows a tutorial, prints times and answers, and writes JSON."""
+    parser = ArgumentParser(prog='benchmarks.from_zero', allow_abbrev=False, description=__doc__)
     parser.add_argument('--page', choices=PAGES, default='chat', help='name of the tutorial (default chat)')
     parser.add_argument('--model', type=Path, help='for fine-tune: directory of the base model')
     parser.add_argument('--save', action='store_true', help='write the result to benchmarks/results')
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if (options.page == 'fine-tune') != (options.model is not None):
         parser.error('--page=fine-tune and --model must be used together')
     facts: dict[str, Any] = {'machine': machine(), 'load_at_start': round(os.getloadavg()[0], 1)}
@@ -125,7 +127,8 @@ def main() -> None:
     if options.save:
         path = ROOT / f'benchmarks/results/from_zero_{options.page.replace("-", "_")}_cpu2.json'
         path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    return EXIT_DONE
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -183,7 +183,7 @@ def test_events_of_an_attempt(uninterrupted):
 
 
 def test_last_lines_of_the_log(uninterrupted):
-    *_, over, done, line, loss = [
+    *_, over, done, line, loss, speed = [
         line.partition(' INFO ')[2]
         for line in (uninterrupted.workdir / 'run.log').read_text().splitlines()
         if ' INFO ' in line
@@ -199,6 +199,8 @@ def test_last_lines_of_the_log(uninterrupted):
     assert line.startswith('all attempts of the run: ')
     last = losses(uninterrupted.workdir)[STEPS]
     assert loss.startswith(f'training loss {last:.3f}; validation loss {last:.3f} nats/token; unigram entropy of ')
+    assert ' tokens/s, ' in speed
+    assert ' per device' in speed
 
 
 def test_finished_run_does_nothing(uninterrupted, run_attempt, tmp_path):
