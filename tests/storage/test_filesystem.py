@@ -1,11 +1,13 @@
 import datetime
 import importlib
 import os
+import re
 import sys
 
 import fsspec
 import pytest
 
+from maxlm.installation import pip_install
 from maxlm.storage.errors import StorageError
 from maxlm.storage.filesystem import (
     _remote_entry,
@@ -134,7 +136,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, protocol, packag
     # An earlier test may have used the protocol.
     registry = importlib.import_module('fsspec.registry')
     monkeypatch.delitem(registry._registry, protocol, raising=False)
-    with pytest.raises(StorageError, match=rf"requires {package}: pip install 'maxlm\[{extra}\]'"):
+    with pytest.raises(StorageError, match=re.escape(f'requires {package}: {pip_install(extra)}')):
         stat(f'{protocol}://bucket/x')
 
 

@@ -2,12 +2,14 @@ import base64
 import hashlib
 import importlib
 import multiprocessing
+import re
 import sys
 import threading
 
 import pytest
 
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 from maxlm.storage import object_store
 from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_file, translate_errors
@@ -93,7 +95,7 @@ def test_a_missing_extra_and_an_unknown_protocol_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, 's3fs', None)
     # Removes the class that an earlier test imported.
     monkeypatch.delitem(importlib.import_module('fsspec.registry')._registry, 's3', raising=False)
-    with pytest.raises(InputError, match=r"s3:// requires s3fs: pip install 'maxlm\[s3\]'"):
+    with pytest.raises(InputError, match=re.escape(f's3:// requires s3fs: {pip_install("s3")}')):
         open_filesystem('s3://bucket/x')
     with pytest.raises(InputError, match='unknown protocol nonsense://'):
         open_filesystem('nonsense://bucket/x')

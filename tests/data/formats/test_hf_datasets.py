@@ -15,6 +15,7 @@ from maxlm.data.formats import hf_datasets
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
+from maxlm.installation import pip_install
 
 TEXTS = [f'{i} ü\n' * (i % 7) if i % 5 else None for i in range(100)]
 
@@ -171,7 +172,7 @@ def test_invalid_names_are_rejected(given):
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'datasets', None)
     hf_datasets._open.cache_clear()
-    with pytest.raises(InputError, match=r"hf:some/name needs datasets: pip install 'maxlm\[hub\]'"):
+    with pytest.raises(InputError, match=re.escape(f'hf:some/name needs datasets: {pip_install("hub")}')):
         find_inputs(['hf:some/name'])
 
 
