@@ -92,11 +92,11 @@ def test_prepared_pairs_continue_with_their_objective(next_words, tmp_path):
     (tmp_path / 'a.jsonl').write_text(line * 40)
     options = ['--input', tmp_path / 'a.jsonl', '--workers', 1, '--tokenizer', 'bytes', '--pack-seq-len', 128]
     words = next_words(prepare.main, *options, '--output', tmp_path / 'out')
-    assert words[3:] == [
+    assert words[2:] == [
+        '--config=finetune:dpo',
         '--workdir=runs/out',
         f'--config.data.path={tmp_path}/out',
         '--config.data.seq_len=128',
-        '--config.train.objective=dpo',
         '--config.train.init_from=WORKDIR',
     ]
 

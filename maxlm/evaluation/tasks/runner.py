@@ -184,8 +184,16 @@ class EvalRun:
         return EvalResult(all_measures, results, records, needles)
 
 
+# Smallest context of the engine.
+MIN_CONTEXT = 512
+
+
 class _LazyEngine:
-    """Creates the engine at its first use, because its cache needs memory and most tasks do not generate text."""
+    """Creates the engine at its first use, because its cache needs memory and most tasks do not generate text.
+
+    The cache of all slots has the length of the longest request, rounded up to a power of two. With the context of the
+    model, that of a small model with a long context can exceed the memory of the machine.
+    """
 
     def __init__(self, model: LoadedModel, num_slots: int, *, show: bool):
         self._model, self._num_slots, self._show = model, num_slots, show
@@ -193,7 +201,11 @@ class _LazyEngine:
 
     def complete(self, requests: Sequence[Request]) -> list[list[Completion]]:
         """Completes requests and shows the progress. See `Engine.complete`."""
-        if self._engine is None:
-            self._engine = Engine(self._model, num_slots=self._num_slots)
+        longest = max((len(request.prompt) + request.max_tokens for request in requests), default=0)
+        if self._engine is None or longest > self._engine.max_context:
+            # The former cache is released before the new one is allocated.
+            self._engine = None
+            context = min(max(MIN_CONTEXT, 1 << (longest - 1).bit_length()), self._model.config.model.max_positions)
+            self._engine = Engine(self._model, num_slots=self._num_slots, max_context=context)
         with progress_bar('generate', total=len(requests), unit='request', show=self._show) as bar:
             return self._engine.complete(requests, on_done=lambda _: bar.update())
