@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from maxlm.huggingface.export_gguf import export_gguf
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from maxlm.checkpoint.streaming import ParamsReader
@@ -15,6 +14,7 @@ from maxlm.config.serialization import from_json
 from maxlm.errors import InputError
 from maxlm.huggingface.architectures.reward_models import class_name_of
 from maxlm.huggingface.architectures.table import ARCHITECTURES
+from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.huggingface.import_model import import_model
 from maxlm.training.forward import make_scores
 from tests.huggingface.workdirs import MODELS, make_exported
