@@ -1,6 +1,6 @@
 """Exports a checkpoint to one GGUF file for llama.cpp, one tensor at a time.
 
-Names of keys and tensors come from the library gguf; `maxlm.huggingface.gguf.architectures` has the differences between architectures.
+Names of keys and tensors come from the library gguf, and the differences between architectures from `architectures`.
 """
 
 from __future__ import annotations
