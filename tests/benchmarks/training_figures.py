@@ -105,6 +105,6 @@ def negative_results(read: Read) -> Iterator[str]:
 
 def chat_tutorial(read: Read) -> Iterator[str]:
     facts = read('from_zero_chat_cpu2')
-    yield f'{facts["cpu_seconds"] / 60:.1f} minutes of CPU time'
+    yield f'took {facts["seconds"] / 60:.1f} minutes'
     yield f'{facts["exact"]} of {len(facts["answers"])} answers'
     yield f'{facts["all_exact"]} of all {facts["all_questions"]}'
