@@ -377,6 +377,7 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/launch/elastic.md': elastic,
     'docs/leaderboard.md': training_figures.leaderboard,
     'docs/tutorials/chat.md': training_figures.chat_tutorial,
+    'docs/tutorials/fine-tune.md': training_figures.fine_tuning_tutorial,
     'docs/negative-results.md': training_figures.negative_results,
 }
 

@@ -104,7 +104,14 @@ def negative_results(read: Read) -> Iterator[str]:
 
 
 def chat_tutorial(read: Read) -> Iterator[str]:
-    facts = read('from_zero_chat_cpu2')
+    yield from _tutorial(read('from_zero_chat_cpu2'))
+
+
+def fine_tuning_tutorial(read: Read) -> Iterator[str]:
+    yield from _tutorial(read('from_zero_fine_tune_cpu2'))
+
+
+def _tutorial(facts: dict[str, Any]) -> Iterator[str]:
     yield f'took {facts["seconds"] / 60:.1f} minutes'
     yield f'{facts["exact"]} of {len(facts["answers"])} answers'
     yield f'{facts["all_exact"]} of all {facts["all_questions"]}'
