@@ -1,4 +1,4 @@
-"""Fp8Rounding of matrices to 8-bit floats in one GPU kernel, for products with delayed scaling.
+"""Rounding of matrices to 8-bit floats in one GPU kernel, for products with delayed scaling.
 
 The kernel reads a matrix once. It writes the codes, their transposed copy and the largest element, and optionally the
 sums of the columns, which are the gradient of a bias. cuBLAS multiplies 8-bit floats only along the last axis of both

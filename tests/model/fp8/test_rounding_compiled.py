@@ -1,4 +1,4 @@
-"""Fp8Rounding kernels in a step compiled for an absent GPU: one for each array, and fewer bytes than with XLA's."""
+"""Rounding kernels in a step compiled for an absent GPU: one for each array, and fewer bytes than with XLA's."""
 
 import functools
 import json
