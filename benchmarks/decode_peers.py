@@ -2,9 +2,9 @@
 
 A Llama with random weights is written in the formats of all sides. Each side is a process that continues 1 or 8 prompts
 at the same time, greedily, on all cores. Weights are float32 (`maxlm`, `llama.cpp`, `transformers`) or have 8 bits
-(`maxlm int8`, `llama.cpp q8_0`). The first tokens of the float32 sides are compared before. The sides run in turns in a
-changing order; ratios compare medians over the rounds. A repetition would find its prompt in maxlm's cache, so each
-round has other prompts.
+(`maxlm int8`, `maxlm w8a8`, `llama.cpp q8_0`). The first tokens of the float32 sides are compared before. The sides run
+in turns in a changing order; ratios compare medians over the rounds. A repetition would find its prompt in maxlm's
+cache, so each round has other prompts.
 
 Needs maxlm's `dev` extra, and llama-cpp-python compiled for this machine. `--llama-python` is the interpreter of the
 environment that contains it.
@@ -45,7 +45,12 @@ NEW_TOKENS = 128
 SAME = 8
 FLOAT32 = ('maxlm', 'llama.cpp', 'transformers')
 # Pairs (side, peer) whose rates are compared.
-PAIRS = (('maxlm', 'llama.cpp'), ('maxlm', 'transformers'), ('maxlm int8', 'llama.cpp q8_0'))
+PAIRS = (
+    ('maxlm', 'llama.cpp'),
+    ('maxlm', 'transformers'),
+    ('maxlm int8', 'llama.cpp q8_0'),
+    ('maxlm w8a8', 'llama.cpp q8_0'),
+)
 
 
 def main(argv: list[str]) -> int:
@@ -100,6 +105,7 @@ def start(folder: Path, sizes: dict[str, int], llama_python: str) -> dict[str, P
     commands = {
         'maxlm': [*ours, 'maxlm', workdir],
         'maxlm int8': [*ours, 'maxlm', workdir, 'int8'],
+        'maxlm w8a8': [*ours, 'maxlm', workdir, 'w8a8'],
         'llama.cpp': [*llama, str(folder / 'f32.gguf'), threads, slots],
         'llama.cpp q8_0': [*llama, str(folder / 'q8_0.gguf'), threads, slots],
         'transformers': [*ours, 'transformers', transformers],

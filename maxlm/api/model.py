@@ -63,7 +63,8 @@ class Model:
                 Hugging Face. A workdir may be in a bucket.
             step: step of the workdir: a number, or `best` for the step with the lowest validation loss; '' = as
                 `checkpoint` states.
-            quantize: weight type (int8, int4 or fp8) to which the kernels are quantized in memory; '' = none.
+            quantize: weight type (int8, int4 or fp8) to which the kernels are quantized in memory; '' = none. With
+                w8a8 and w4a8, generation on a CPU also rounds the inputs of the kernels to 8 bits.
 
         Raises:
             InputError: the model does not exist, cannot be read or cannot be quantized.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from maxlm.config.renames import OPTIONS, report_renamed
-from maxlm.config.sections.quantization import KV_CACHE_DTYPES, QUANTIZATION_GROUPS
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES, QUANTIZATION_GROUPS, ROUNDED_INPUTS
 from maxlm.errors import InputError, surrogate_in
 from maxlm.storage.paths import ANY, Kind, PathOption
 
@@ -96,9 +96,9 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     '--seed': {'type': number(0, 2**32 - 1), 'default': 0, 'help': 'random seed (default 0)'},
     '--quantize': {
-        'choices': ('', *QUANTIZATION_GROUPS),
+        'choices': ('', *QUANTIZATION_GROUPS, *ROUNDED_INPUTS),
         'default': '',
-        'help': 'format to quantize the kernels to while loading',
+        'help': 'format to quantize the kernels to while loading; w8a8 and w4a8 also round their inputs (CPU only)',
     },
     '--num-draft-tokens': {
         'type': int,

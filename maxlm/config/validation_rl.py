@@ -144,6 +144,11 @@ def check_qlora(config: Config) -> None:
     """
     model = config.model
     quantized = f'model.weight_quantization={model.weight_quantization}'
+    if model.activation_quantization != 'none':
+        raise InputError(
+            f'model.activation_quantization={model.activation_quantization} is for inference; set it to none, and use '
+            '--quantize=w8a8 with the commands that generate text'
+        )
     if model.weight_quantization == 'float':
         return
     if not model.lora_rank:

@@ -152,6 +152,8 @@ class Block(nnx.Module):
             for _, module in list(nnx.iter_modules(self)):
                 if isinstance(module, (Linear, ExpertLinear)):
                     module.quantize_kernel(weights)
+                if isinstance(module, Linear):
+                    module.rounds_inputs = config.activation_quantization == 'int8'
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, window: int, cache: LayerCache | None, dropout_key: jax.Array | None

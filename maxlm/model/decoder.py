@@ -25,6 +25,7 @@ from maxlm.model.layers.linear import Linear, parameter, transposed_matmul
 from maxlm.model.layers.masks import document_mask, layer_kinds, layer_windows
 from maxlm.model.layers.norm import Norm
 from maxlm.model.layers.rope import rotary_angles
+from maxlm.model.layers.rounded_inputs import PackedHead
 from maxlm.model.layers.softcap import softcap
 from maxlm.model.mtp import MtpModule, run_mtp
 from maxlm.model.pipeline import run_pipeline
@@ -61,17 +62,22 @@ class Decoder(nnx.Module):
         self.dense_blocks = stacked(dense, num_dense, 'dense_layers') if num_dense else None
         self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
         self.final_norm = Norm(config, config.dim, rngs=rngs, partitioning=partitioning)
-        untied = Linear(
-            (D,),
-            (V,),
-            in_axes=('embed',),
-            out_axes=('vocab',),
-            init=init.head,
-            use_bias=False,
-            matmul='default',
-            partitioning=partitioning,
-            rngs=rngs,
-        )
+
+        def make_head(num_outputs: int, axis: str) -> Linear:
+            return Linear(
+                (D,),
+                (num_outputs,),
+                in_axes=('embed',),
+                out_axes=(axis,),
+                init=init.head,
+                use_bias=False,
+                matmul='default',
+                partitioning=partitioning,
+                rngs=rngs,
+            )
+
+        # Also created for tied embeddings, so that the other parameters have the same initial values.
+        untied = make_head(V, 'vocab')
         self.head = None if config.tie_embeddings or config.reward_head else untied
 
         def make_mtp(rngs: nnx.Rngs) -> MtpModule:
@@ -84,23 +90,10 @@ class Decoder(nnx.Module):
         self.residual_scales, self.embedding_scales = of_stream.residual_scales, of_stream.embedding_scales
         self.smear_gate, self.smear_scale = of_stream.smear_gate, of_stream.smear_scale
         self.backout_scale = of_stream.backout_scale
-
-        def make_score() -> Linear:
-            return Linear(
-                (D,),
-                (1,),
-                in_axes=('embed',),
-                out_axes=('activation',),
-                init=init.head,
-                use_bias=False,
-                matmul='default',
-                partitioning=partitioning,
-                rngs=rngs,
-            )
-
-        self.score = make_score() if config.reward_head else None
+        self.score = make_head(1, 'activation') if config.reward_head else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
+        self.packed_head: PackedHead | None = None
         self.config = config
         self.partitioning = partitioning
 
@@ -246,7 +239,9 @@ class Decoder(nnx.Module):
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:
         """Returns the logits of the next token, [B, T, V] in float32."""
         dtype = hidden_BTD.dtype
-        if self.is_transposed:
+        if self.packed_head is not None:
+            logits_BTV = self.packed_head(hidden_BTD)
+        elif self.is_transposed:
             table = self.embedding if self.head is None else self.head.kernel
             table_VD = self._used(table[...].astype(dtype), ('vocab', 'embed'))
             rows_MD = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])

@@ -1,4 +1,5 @@
-"""The form of kernels in which products of a few rows are fast: transposed, and joined with those of the same input.
+"""The form of kernels in which products of a few rows are fast: transposed, joined with those of the same input, or
+packed.
 
 Inference converts the parameters once. Training and checkpoints keep one kernel [*in, *out] for each projection.
 """
@@ -15,10 +16,13 @@ from flax import nnx
 
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.linear import Linear, should_transpose, transpose_kernel
-from maxlm.model.layers.weight_only_quantization import KERNEL
+from maxlm.model.layers.rounded_inputs import PackedHead
+from maxlm.model.layers.weight_only_quantization import CODES, KERNEL, SCALES
+from maxlm.model.packed_kernels import pack_codes, pack_scales, pack_table
 
 # Name of the bias of a projection.
 BIAS = 'bias'
+EMBEDDING, HEAD = 'embedding', 'head'
 Path = tuple[Any, ...]
 
 
@@ -30,29 +34,46 @@ class KernelForm(NamedTuple):
         joined: names of the projections whose kernels are joined, by path of their module.
         biases: paths of the biases of projections, which are cast to `dtype`.
         dtype: compute dtype.
+        packed: number of input axes and kind of the codes of each packed kernel, by path of its module.
+        packs_head: True if the kernel of the logits is quantized to int8 and packed; an embedding remains.
     """
 
     transposed: dict[Path, int]
     joined: dict[Path, tuple[str, ...]]
     biases: frozenset[Path]
     dtype: Any
+    packed: dict[Path, tuple[int, str]]
+    packs_head: bool
 
 
-def prepare_modules(decoder: Decoder) -> KernelForm:
+def prepare_modules(decoder: Decoder, *, packs: bool = False) -> KernelForm:
     """Changes the projections of a decoder to take parameters that `convert` returns.
 
     The decoder's own parameters no longer fit.
+
+    Args:
+        decoder: the decoder.
+        packs: pack the kernels whose inputs are rounded, and the kernel of the logits, for `rounded_inputs.product`.
     """
     modules, joined = list(nnx.iter_modules(decoder)), {}
     transposed = _mark_transposed(decoder, modules)
     biases = frozenset((*path, BIAS) for path, module in modules if isinstance(module, Linear))
+    packed: dict[Path, tuple[int, str]] = {}
+    for path, module in modules:
+        if packs and isinstance(module, Linear) and module.weights is not None:
+            module.is_packed = True
+            packed[path] = module.num_in, module.weights.kind
+    if packs:
+        # It replaces an untied head.
+        decoder.packed_head = nnx.data(PackedHead(decoder.config.vocab_size, decoder.config.dim))
+        decoder.head = None
     for path, module in modules:
         names: tuple[str, ...] = getattr(module, 'fused_projections', ())
         linears: list[Linear] = [getattr(module, name) for name in names]
         if names and should_join(decoder) and can_join(linears):
             linears[0].join(linears[1:])
             joined[path] = names
-    return KernelForm(transposed, joined, biases, decoder.config.dtype)
+    return KernelForm(transposed, joined, biases, decoder.config.dtype, packed, packs)
 
 
 def should_join(decoder: Decoder) -> bool:
@@ -86,9 +107,19 @@ def convert(params: Mapping[str, Any], form: KernelForm, path: Path = ()) -> dic
         path: path of `params` in the decoder.
     """
     found: dict[str, Any] = {}
+    if form.packs_head and EMBEDDING in params:
+        table = params[HEAD][KERNEL].T if HEAD in params else params[EMBEDDING]
+        codes, scales = map(jnp.asarray, pack_table(table))
+        found['packed_head'] = {'codes': codes, 'scales': scales}
+        params = {name: child for name, child in params.items() if name != HEAD}
+    num_in, kind = form.packed.get(path, (0, ''))
     for name, child in params.items():
         own = (*path, name)
-        if isinstance(child, Mapping):
+        if kind and name == CODES:
+            found[name] = pack_codes(child, num_in, kind)
+        elif kind and name == SCALES:
+            found[name] = pack_scales(child, num_in)
+        elif isinstance(child, Mapping):
             found[name] = convert(child, form, own)
         elif own in form.biases:
             found[name] = child.astype(form.dtype)

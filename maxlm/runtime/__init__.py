@@ -1,1 +1,1 @@
-"""Processes of a run: initialization, rendezvous, heartbeats, barriers, preemption and compilation cache."""
+"""Processes of a run: initialization, rendezvous, heartbeats, barriers, preemption, compilation cache and C++ code."""

@@ -322,6 +322,13 @@ def huggingface(read: Read) -> Iterator[str]:
     yield f'int8 raises the losses by {int8[0]:.1f} and {int8[1]:.2f} %, and int4 by {int4[0]:.0f} and {int4[1]:.0f} %'
 
 
+def quantization(read: Read) -> Iterator[str]:
+    found = read('quantized_loss_cpu2')
+    for name in ('int8', 'w8a8', 'int4', 'w4a8'):
+        yield row(f'`{name}`', f'{100 * found["relative_difference"][name]:+.2f} %')
+    yield f'{found["tokens"]:,} tokens'
+
+
 def posttraining(read: Read) -> Iterator[str]:
     for runs in read('posttraining_cpu2')['results'].values():
         for name in ('accuracy', 'pass_at_1'):
@@ -370,6 +377,7 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/evaluation.md': evaluation,
     'docs/plan.md': plan,
     'docs/huggingface.md': huggingface,
+    'docs/quantization.md': quantization,
     'docs/posttraining.md': posttraining,
     'docs/reliability.md': reliability,
     'docs/layouts.md': layouts,

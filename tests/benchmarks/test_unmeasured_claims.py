@@ -30,7 +30,7 @@ CLAIMS = {
     'No record yet: the track has not run on a GPU': 'leaderboard_gpu*.json',
     'Its learning curves and its speed on a GPU are not measured': f'soap*{GPU}',
     'It has been compiled for a B200 but not measured on one': '*_b200.json',
-    '(maxlm/model/layers/mxfp8.py), which has not been measured': '*_b200.json',
+    '(maxlm/model/fp8/mxfp8.py), which has not been measured': '*_b200.json',
     'Which kernel is the fastest on a GPU has not been measured': f'1b_tokamax{GPU}',
     'Delayed scaling has not been measured on a GPU': f'1b_fp8_delayed{GPU}',
     'The rounding kernels have not been measured on a GPU': f'1b_fp8_*kernels{GPU}',

@@ -9,20 +9,19 @@ import pytest
 from flax import nnx
 
 from maxlm.checkpoint.conversion.merge_lora import open_parameters
-from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, write_step
+from maxlm.checkpoint.streaming import ParamsReader
 from maxlm.config.serialization import to_json
-from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.validation import evaluate
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
-from maxlm.model.blocks import is_stacked
 from maxlm.model.layers.weight_only_quantization import Weights, quantized_kernels
 from maxlm.training.state import abstract_model, init_state
 from maxlm.training.step import make_eval_step, make_train_step
 from maxlm.workdir.files import CHAT_TEMPLATE, CONFIG, TOKENIZER, read_config
 from tests.conftest import ROOT
+from tests.inference.saved_models import write
 from tests.parameters import logits, random_params
 from tests.small import EXPERTS, small_config, small_layout
 
@@ -76,18 +75,6 @@ def trained(tmp_path_factory):
     workdir = tmp_path_factory.mktemp('trained') / 'run'
     write(workdir, config, jax.device_get(state.params))
     return workdir, held_out
-
-
-def write(workdir, config, params):
-    workdir.mkdir()
-    (workdir / CONFIG).write_text(to_json(config))
-    bytes_tokenizer().save(workdir / TOKENIZER)
-    arrays = {'.'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-
-    def streamed(path, values):
-        return StreamedArray(values.shape, lambda layer: values if layer is None else values[layer], is_stacked(path))
-
-    write_step(workdir, STEPS, {path: streamed(path, values) for path, values in arrays.items()})
 
 
 def loss(model, text):
@@ -301,7 +288,7 @@ def test_refusals(plain, quantized, tmp_path):
         lambda: load_model(str(quantized['int4'].workdir), num_devices=1, quantize='int8'),
     )
     refuse(['no group size from 8 to 7'], lambda: run(weights=('int8', 7)))
-    refuse(["'int3'", 'int8, int4, fp8'], lambda: load_model(str(workdir), num_devices=1, quantize='int3'))
+    refuse(["'int3'", 'int8, int4, fp8, w8a8, w4a8'], lambda: load_model(str(workdir), num_devices=1, quantize='int3'))
     refuse(['--group=-1', 'at least 0'], lambda: parse_weights('int8', -1))
     adapted = tmp_path / 'adapted'
     adapted.mkdir()

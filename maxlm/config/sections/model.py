@@ -221,7 +221,7 @@ class ModelConfig:
     dtype: Dtype = 'bfloat16'
     # Matrix products of the blocks' projections. default: in the compute dtype; fp8: 8-bit floats in forward and
     # backward pass (maxlm/model/fp8/products.py); mxfp8: the same with a scale for each 32 elements
-    # (maxlm/model/layers/mxfp8.py), which has not been measured. fp8 needs Ada, Hopper or newer GPUs, mxfp8 Blackwell;
+    # (maxlm/model/fp8/mxfp8.py), which has not been measured. fp8 needs Ada, Hopper or newer GPUs, mxfp8 Blackwell;
     # CPUs emulate both slowly.
     matmul_precision: Annotated[MatmulPrecision, Renamed('matmul')] = 'default'
     # Scales of fp8 products. current: from the array itself; delayed: from the largest elements of the last
@@ -241,6 +241,9 @@ class ModelConfig:
     weight_quantization: Annotated[str, Choices(('float', *QUANTIZATION_GROUPS)), Renamed('weights')] = 'float'
     # Number of inputs of a projection that share a scale; 0 = all, and in training 32 for int4.
     quantization_group_size: Annotated[int, Range(0, 2**24), Renamed('weights_group')] = 0
+    # Inference on a CPU: int8 rounds the inputs of quantized kernels to 8 bits (maxlm/model/layers/rounded_inputs.py).
+    # The options --quantize=w8a8 and w4a8 set it.
+    activation_quantization: Literal['none', 'int8'] = 'none'
     # Activations of a block kept for the backward pass. none: no rematerialization, keep all; full: keep only the
     # block's inputs; offload: keep only the inputs, in host memory.
     remat_policy: Annotated[RematPolicy, Renamed('remat')] = 'none'

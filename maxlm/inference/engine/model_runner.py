@@ -36,6 +36,7 @@ from maxlm.model.layers.kv_cache import Caches
 from maxlm.model.prepared_kernels import convert, prepare_modules
 from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
+from maxlm.runtime.cpu_kernels import register_cpu_kernels
 from maxlm.training.state import Params, abstract_model
 
 
@@ -124,7 +125,8 @@ class ModelRunner:
         self.are_layers_unstacked = uses_unstacked_layers(config, layout)
         # A copy, because the cached abstract model must not be modified.
         decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
-        self._form = prepare_modules(decoder) if self.are_layers_unstacked else None
+        packs = config.model.activation_quantization == 'int8' and register_cpu_kernels()
+        self._form = prepare_modules(decoder, packs=packs) if self.are_layers_unstacked else None
         self._graph, abstract = nnx.split(decoder)
         self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
         self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens

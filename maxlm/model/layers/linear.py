@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxlm.model.fp8 import kernel_products
+from maxlm.model.fp8 import kernel_products, mxfp8
 from maxlm.model.fp8 import products as fp8
-from maxlm.model.layers import mxfp8
+from maxlm.model.layers import rounded_inputs
 from maxlm.model.layers.lora import RANK, Adapter, adapter_parameters
 from maxlm.model.layers.projection_gradients import fan_out, narrowing_matmul
 from maxlm.model.layers.weight_only_quantization import (
@@ -70,6 +70,7 @@ class Linear(nnx.Module):
         joined_shapes: output shapes of the projections whose kernels are joined to this one; see `join`.
         is_bias_constant: True if the bias gets no gradient from the projection.
         has_fp8_kernels: True if a GPU kernel rounds the arrays of products with delayed scaling.
+        rounds_inputs: True if inputs are rounded to 8 bits, by XLA or with packed codes (`is_packed`) in C++.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Linear(nnx.Module):
         self.is_transposed = False
         self.joined_shapes: tuple[tuple[int, ...], ...] = ()
         self.is_bias_constant = False
-        self.has_fp8_kernels = False
+        self.has_fp8_kernels = self.rounds_inputs = self.is_packed = False
         self.num_in = len(in_shape)
         self.num_inputs = math.prod(in_shape)
         self.out_shape = out_shape
@@ -181,7 +182,13 @@ class Linear(nnx.Module):
         rows = x.shape[: x.ndim - self.num_in]
         flat = self.num_inputs
         if self.weights is not None:
-            y = apply_frozen(partial(self._product, num_in=self.num_in), self._kernel_of(x.dtype), x, self._codes())
+            if self.is_packed:
+                stored, size = Codes(self.kernel_codes[...], self.kernel_scales[...]), math.prod(self.out_shape)
+                y = rounded_inputs.product(x.reshape(-1, flat), stored, size, self.weights.kind)
+                return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
+            x_rounded = rounded_inputs.round_rows(x.reshape(-1, flat)).reshape(x.shape) if self.rounds_inputs else x
+            product = partial(self._product, num_in=self.num_in)
+            y = apply_frozen(product, self._kernel_of(x.dtype), x_rounded, self._codes())
             return self._completed(y.reshape(*rows, *self.out_shape), self._lowered(x))
         if self.matmul == 'fp8':
             y = self._fp8_product(self._rows(x), quantized or self.quantized_input(x))

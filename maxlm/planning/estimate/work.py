@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from maxlm.config.mesh import padded_vocabulary
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
-from maxlm.model.layers.mxfp8 import BLOCK
+from maxlm.model.fp8.mxfp8 import BLOCK
 from maxlm.model.parameters import Kernel, block_kernels, layer_stacks, model_parameters, value_elements, weights
 from maxlm.model.pipeline import bubble_fraction
 from maxlm.planning.estimate.collectives import estimate_transfers

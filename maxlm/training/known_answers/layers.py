@@ -14,8 +14,8 @@ from flax import nnx
 
 from maxlm.config.schema import ModelConfig
 from maxlm.config.sections.families import GATED_ACTIVATIONS
+from maxlm.model.fp8 import mxfp8
 from maxlm.model.fp8 import products as fp8
-from maxlm.model.layers import mxfp8
 from maxlm.model.layers.linear import Linear
 from maxlm.model.layers.mlp import ACTIVATIONS, recomputed
 from maxlm.model.layers.norm import NormKind, normalize

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxlm.model.layers import mxfp8
+from maxlm.model.fp8 import mxfp8
 from maxlm.training.known_answers.answer import find_mistake
 from maxlm.training.known_answers.layers import product_answer
 from tests.small import small_config
