@@ -11,23 +11,7 @@ from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.storage.bucket import Bucket
 from maxlm.workdir import upload_directory as uploads
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 from tests.huggingface.workdirs import MODELS, make_workdir
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.buckets.add('bucket')
-        yield server
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 @pytest.fixture(autouse=True)

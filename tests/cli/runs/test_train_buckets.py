@@ -11,7 +11,6 @@ from maxlm.cli.runs import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.run_storage import RunStorage
-from tests.buckets import s3 as s3_buckets
 from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.forking import forking
 from tests.gcs_emulator import running
@@ -103,13 +102,6 @@ def test_processes_that_share_only_a_bucket(dataset, tmp_path, uninterrupted, mo
         assert sorted(found) == sorted(wanted)
         for step in wanted:
             assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 @pytest.mark.parametrize('as_workdir', [True, pytest.param(False, marks=pytest.mark.nightly)])

@@ -14,7 +14,6 @@ from maxlm.huggingface import final_export
 from maxlm.runtime.preemption import StopRequest
 from maxlm.telemetry.events import read_events
 from maxlm.workdir.files import read_config
-from tests.buckets import s3 as s3_buckets
 from tests.cli.runs.test_train import CONSTANT, params_of, run
 from tests.parameters import decoder_graph, logits
 
@@ -155,13 +154,6 @@ def test_models_and_targets_that_are_refused_at_the_start(dataset, tmp_path, cap
     assert error.count('\n') == 1
     assert part in error
     assert not (tmp_path / 'run').exists()
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 def test_exports_in_buckets(dataset, tmp_path, s3, capsys):

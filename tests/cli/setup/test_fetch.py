@@ -12,7 +12,6 @@ from maxlm.cli.setup import fetch
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.errors import exit_code
 from maxlm.storage import download, download_tree
-from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
 
 # A shell starts background processes with SIGINT ignored.
@@ -24,12 +23,6 @@ from maxlm.storage import download
 download.CHUNK_BYTES = 1000
 fetch.run('fetch')
 """
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

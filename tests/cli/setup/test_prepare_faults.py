@@ -19,7 +19,6 @@ from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.storage.errors import classify_error
-from tests.buckets import gcs as gcs_buckets
 from tests.preparing import contents, documents_of, run, write_texts
 
 
@@ -126,35 +125,33 @@ def objects(kind):
             yield f'{i}.jsonl', b'{"text": "text %d"}\n' % i
 
 
-@pytest.mark.network_emulator
 @pytest.mark.parametrize(
     ('kind', 'fault'), [('jsonl', 503), ('parquet', 'reset'), ('jsonl', 'vanish'), ('jsonl', 403), ('parquet', 403)]
 )
-def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
+def test_a_bucket_that_fails(tmp_path, monkeypatch, gcs, kind, fault):
     # Creates several partitions; each line of JSONL is a range.
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 10)
-    with gcs_buckets.running(monkeypatch) as server:
-        for name, content in objects(kind):
-            server.put('bucket', f'x/{name}', content)
-        command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
-        assert run(*command, tmp_path / 'expected') == 0
-        write = WriteShards.run
+    for name, content in objects(kind):
+        gcs.put('bucket', f'x/{name}', content)
+    command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
+    assert run(*command, tmp_path / 'expected') == 0
+    write = WriteShards.run
 
-        def break_and_write(task, report):
-            if not pauses:
-                server.vanish() if fault == 'vanish' else server.fault(fault, f'x/2.{kind}')
-            write(task, report)
+    def break_and_write(task, report):
+        if not pauses:
+            gcs.vanish() if fault == 'vanish' else gcs.fault(fault, f'x/2.{kind}')
+        write(task, report)
 
-        def repair(seconds):
-            pauses.append(seconds)
-            server.faults.clear()
-            if fault == 'vanish':
-                server.appear()
+    def repair(seconds):
+        pauses.append(seconds)
+        gcs.faults.clear()
+        if fault == 'vanish':
+            gcs.appear()
 
-        pauses: list[float] = []
-        monkeypatch.setattr(WriteShards, 'run', break_and_write)
-        monkeypatch.setattr(pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair))
-        assert run(*command, tmp_path / 'data') == 0
+    pauses: list[float] = []
+    monkeypatch.setattr(WriteShards, 'run', break_and_write)
+    monkeypatch.setattr(pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair))
+    assert run(*command, tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     if fault == 403:
         # Negative control: permanent failures are skipped if allowed, and reported once.
