@@ -10,6 +10,7 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.workdir.files import CONFIG, TOKENIZER, check_same_model, open_workdir, read_config, write_run_files
+from tests.messages import input_error
 from tests.small import small_config
 
 
@@ -28,12 +29,8 @@ def start(workdir, config, tokenizer):
 
 
 def refusal(workdir, config, tokenizer, *parts):
-    with pytest.raises(InputError) as info:
+    with input_error(str(workdir), *parts):
         start(workdir, config, tokenizer)
-    message = str(info.value)
-    assert '\n' not in message
-    for part in (str(workdir), *parts):
-        assert part in message, message
 
 
 def test_config_round_trip(tmp_path, tokenizer):

@@ -26,6 +26,7 @@ from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
+from tests.messages import assert_error_line
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
 RULES = {'checkpoint__max_to_keep': 1, 'checkpoint__keep_best': 1, 'checkpoint__keep_period': 6}
@@ -358,5 +359,4 @@ def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
 def test_bad_input(saved, verb, words, message):
     code, out, err = verb(*(word.format(saved) for word in words))
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert message in err
-    assert err.count('\n') == 1
+    assert_error_line(err, message)

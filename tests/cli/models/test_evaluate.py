@@ -27,6 +27,7 @@ from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments
 from tests.evaluation.engines import RecitingEngine
 from tests.evaluation.harness_tasks import documents, write_tasks
+from tests.messages import assert_error_line
 
 
 @pytest.fixture(scope='module')
@@ -193,8 +194,7 @@ def test_the_same_tokenizer_written_in_another_way(measure, other_data, on_other
 def refused(run, *options, **given):
     code, out, err = run(*options, **given)
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
+    assert_error_line(err)
     return err
 
 

@@ -13,6 +13,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import LoadedModel, load_model
+from tests.messages import assert_error_line
 from tests.starting import make_start
 
 PROMPT = 'Licensor “shall”'
@@ -159,9 +160,7 @@ def test_selection_of_the_checkpoint(run, workdir, greedy):
 def test_bad_input_is_one_line(run, options, words):
     code, out, err = run(*options)
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
-    assert words in err
+    assert_error_line(err, words)
 
 
 def test_a_missing_step(run, workdir):

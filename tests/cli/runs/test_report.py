@@ -5,6 +5,7 @@ import pytest
 from maxlm.cli.runs import report
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests import workdirs
+from tests.messages import assert_error_line
 
 
 @pytest.fixture
@@ -95,8 +96,7 @@ def test_bad_input(run, tmp_path):
     ):
         code, out, err = run(*words)
         assert (code, out) == (EXIT_BAD_INPUT, '')
-        assert message in err
-        assert err.count('\n') == 1
+        assert_error_line(err, message)
         assert 'secret' not in err
 
 

@@ -14,6 +14,7 @@ from maxlm.workdir.run_storage import RunStorage
 from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.forking import forking
 from tests.gcs_emulator import running
+from tests.messages import assert_error_line
 from tests.processes import Processes
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -181,9 +182,7 @@ def test_an_unreachable_bucket_starts_no_new_run(dataset, tmp_path, s3, monkeypa
 def test_invalid_workdirs(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):
     monkeypatch.chdir(tmp_path)
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count('\n') == 1
+    assert_error_line(capsys.readouterr().err, words)
     assert not list(tmp_path.iterdir())
 
 

@@ -14,6 +14,7 @@ from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
 from maxlm.planning.targets import CompilerMissingError, parse_target
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 from tests.shards import write_dataset
 
 
@@ -230,10 +231,7 @@ def test_sweep(run, tmp_path):
 def test_bad_input(run, config, target, options, words):
     code, _, err = run(config, target, *options)
     assert code == EXIT_BAD_INPUT
-    assert err.count('\n') == 1
-    assert err.startswith('error: ')
-    for word in words:
-        assert word in err
+    assert_error_line(err, *words)
 
 
 @pytest.mark.parametrize('variant', ['7b-instruct', '7b-lora', '7b-qlora'])

@@ -19,6 +19,7 @@ from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.storage.errors import classify_error
+from tests.messages import assert_error_line
 from tests.preparing import contents, documents_of, run, write_texts
 
 
@@ -73,11 +74,7 @@ def test_a_partition_that_always_fails(texts, tmp_path, fail, capsys, more):
     command = ['--input', texts, *ARGUMENTS, *more, '--output', tmp_path / 'data']
     fail('25.txt', 10**6)
     assert run(*command, '--retries', 1) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert '(tried 2 times)' in error
-    assert 'no answer (timed out)' in error
-    assert '--skip-failed' in error
+    assert_error_line(capsys.readouterr().err, '(tried 2 times)', 'no answer (timed out)', '--skip-failed')
     finished = 'survey-*' if more else 'group-*'
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'data' / WORK_DIRECTORY).glob(finished)}
     assert len(done) > 10
@@ -224,9 +221,7 @@ def test_a_file_that_changes_between_two_reads(texts, tmp_path, monkeypatch, cap
         tmp_path / 'data',
     ]
     assert run(*command) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert 'changed while maxlm prepare was running' in error
+    assert_error_line(capsys.readouterr().err, 'changed while maxlm prepare was running')
     monkeypatch.undo()
     assert run(*command) == 0
 
