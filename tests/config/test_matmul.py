@@ -2,16 +2,15 @@
 
 import pytest
 
-from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve, resolve_on
 from maxlm.config.schema import ModelConfig
 from tests.messages import input_error
+from tests.small import build_config
 
 A100, L4, H100 = (8, 0), (8, 9), (9, 0)
 
 
 def resolved(*, platform='gpu', capability=H100, **overrides):
-    values = default()
     settings = {
         'model__num_layers': 2,
         'model__dim': 64,
@@ -21,11 +20,8 @@ def resolved(*, platform='gpu', capability=H100, **overrides):
         'train__global_batch_size': 8,
         **overrides,
     }
-    for key, value in settings.items():
-        section, name = key.split('__')
-        values[section][name] = value
     devices = {'platform': platform, 'capability': capability, 'num_devices': 4}
-    return resolve(build(values), **devices, vocab_size=100, windows=100)
+    return resolve(build_config(**settings), **devices, vocab_size=100, windows=100)
 
 
 @pytest.mark.parametrize(

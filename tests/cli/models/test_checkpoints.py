@@ -1,6 +1,7 @@
 """`maxlm checkpoints`: list, verify, delete and fetch."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from maxlm.checkpoint.restore import is_params_only
 from maxlm.cli.models import checkpoints
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes
 from maxlm.trainer.run_context import _surplus, check_resume
 from maxlm.workdir.files import CONFIG
@@ -58,15 +59,8 @@ def copy(saved, tmp_path):
 
 
 @pytest.fixture
-def verb(capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def verb(*words):
-        capfd.readouterr()
-        code = exit_code(checkpoints.main, [str(word) for word in words])
-        return (code, *capfd.readouterr())
-
-    return verb
+def verb(run_command):
+    return functools.partial(run_command, checkpoints.main)
 
 
 def steps(workdir):

@@ -77,15 +77,9 @@ def compared(workdir, tmp_path_factory):
 
 
 @pytest.fixture
-def run(workdir, capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def run(*options, checkpoint=workdir):
-        capfd.readouterr()
-        code = exit_code(evaluate.main, [f'--checkpoint={checkpoint}', *options])
-        return (code, *capfd.readouterr())
-
-    return run
+def run(workdir, run_command):
+    """Returns a function that runs the verb on `workdir`."""
+    return lambda *options, checkpoint=workdir: run_command(evaluate.main, f'--checkpoint={checkpoint}', *options)
 
 
 @pytest.fixture

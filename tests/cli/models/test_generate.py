@@ -76,16 +76,14 @@ def greedy_pair(workdir):
 
 
 @pytest.fixture
-def run(workdir, capfd):
-    """Returns a function that runs the verb on `workdir` and returns exit code, stdout and stderr."""
+def run(workdir, run_command):
+    """Returns a function that runs the verb on `workdir`, with `PROMPT` if the options have no prompt."""
 
     def run(*options, checkpoint=workdir):
         command = [f'--checkpoint={checkpoint}', *options]
         if not any(option.startswith(('--prompt', '--in')) for option in options):
             command.append(f'--prompt={PROMPT}')
-        capfd.readouterr()
-        code = exit_code(generate.main, command)
-        return (code, *capfd.readouterr())
+        return run_command(generate.main, *command)
 
     return run
 
