@@ -115,6 +115,15 @@ def explain_os_errors(path: object, advice: str) -> Iterator[None]:
         raise InputError(f'{path}: {os_message(error)}; {advice}') from error
 
 
+@contextlib.contextmanager
+def name_errors(source: object) -> Iterator[None]:
+    """Context that puts the file, key or option that is at fault before the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f'{source}: {error}') from error
+
+
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Runs `command(argv)` and returns its exit code. An InputError becomes one line on stderr and exit code 2.
 
