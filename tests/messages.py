@@ -10,13 +10,14 @@ import pytest
 from maxlm.errors import InputError
 
 
-def assert_error_line(text: str, *fragments: str) -> None:
+def assert_error_line(text: str, *fragments: object) -> None:
     """Fails unless the stderr of a command is one line that begins with `error: ` and contains the fragments."""
     assert text.startswith('error: '), text
     assert text.count('\n') == 1, text
     assert text.endswith('\n'), text
+    assert 'Traceback' not in text, text
     for fragment in fragments:
-        assert fragment in text, text
+        assert str(fragment) in text, text
 
 
 @contextlib.contextmanager

@@ -197,7 +197,7 @@ def test_damaged_ema_is_named(averaged, tmp_path):
     (tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema' / '_METADATA').write_text('{')
     with pytest.raises(InputError) as info:
         restore(tmp_path / 'run', abstract_on(8, **EMA))
-    assert_one_line(info, str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema'))
+    assert_error_line(info, str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema'))
     # A run that does not need it can resume.
     restore(tmp_path / 'run', abstract_on(8))
 
@@ -318,7 +318,7 @@ def test_another_model_is_refused(saved, other):
     ):
         with pytest.raises(InputError, match='checkpoint of another model') as info:
             read()
-        assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7'), *parts)
+        assert_error_line(info, str(saved / CHECKPOINTS_DIR / '7'), *parts)
 
 
 def test_another_optimizer_is_refused(saved):
@@ -326,7 +326,7 @@ def test_another_optimizer_is_refused(saved):
     momentum = jax.eval_shape(optax.sgd(1e-3, momentum=0.9).init, abstract.params)
     with pytest.raises(InputError, match='missing') as info:
         restore(saved, abstract._replace(opt_state=momentum))
-    assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
+    assert_error_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
 def test_second_moments_of_muon_are_restored_on_another_mesh(tmp_path):
@@ -352,7 +352,7 @@ def test_another_dtype_is_refused_and_not_cast(saved):
         restore_params(saved / CHECKPOINTS_DIR / '7', halved)
 
 
-def assert_one_line(info, *parts):
+def assert_error_line(info, *parts):
     message = str(info.value)
     assert '\n' not in message
     for part in parts:
@@ -362,7 +362,7 @@ def assert_one_line(info, *parts):
 def refused(workdir, *parts):
     with pytest.raises(InputError) as info:
         restore(workdir, abstract_on(1))
-    assert_one_line(info, str(workdir / CHECKPOINTS_DIR / '7'), *parts)
+    assert_error_line(info, str(workdir / CHECKPOINTS_DIR / '7'), *parts)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])

@@ -22,7 +22,7 @@ def flip_bit(path, offset):
     path.write_bytes(content)
 
 
-def assert_one_line(info, *parts):
+def assert_error_line(info, *parts):
     message = str(info.value)
     assert '\n' not in message
     for part in parts:
@@ -47,7 +47,7 @@ def test_the_fingerprint_depends_on_tokens_and_block_size(make_dataset, random_s
 def test_the_error_for_a_missing_data_set_contains_the_command(tmp_path):
     with pytest.raises(InputError) as info:
         load_manifest(tmp_path / 'nothing')
-    assert_one_line(info, str(tmp_path / 'nothing'), 'maxlm prepare --input', f'--output {tmp_path}')
+    assert_error_line(info, str(tmp_path / 'nothing'), 'maxlm prepare --input', f'--output {tmp_path}')
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_malformed_manifest_is_rejected(make_dataset, random_shards, content):
     (dataset.path / 'dataset.json').write_text(content)
     with pytest.raises(InputError) as info:
         load_manifest(dataset.path)
-    assert_one_line(info, str(dataset.path / 'dataset.json'))
+    assert_error_line(info, str(dataset.path / 'dataset.json'))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_manifest_with_an_invalid_key_is_rejected(make_dataset, random_shards,
     edit_manifest(dataset, change)
     with pytest.raises(InputError) as info:
         load_manifest(dataset.path)
-    assert_one_line(info, str(dataset.path / 'dataset.json'))
+    assert_error_line(info, str(dataset.path / 'dataset.json'))
 
 
 def test_truncated_and_missing_shards_are_named_with_sizes(make_dataset, random_shards):
@@ -88,11 +88,11 @@ def test_truncated_and_missing_shards_are_named_with_sizes(make_dataset, random_
     path.write_bytes(content[:-100])
     with pytest.raises(InputError) as info:
         load_manifest(dataset.path)
-    assert_one_line(info, str(path), str(len(content)), str(len(content) - 100))
+    assert_error_line(info, str(path), str(len(content)), str(len(content) - 100))
     path.unlink()
     with pytest.raises(InputError) as info:
         load_manifest(dataset.path)
-    assert_one_line(info, str(path))
+    assert_error_line(info, str(path))
 
 
 def test_a_flipped_bit_is_detected_by_reading_and_by_verify(make_dataset):
@@ -103,11 +103,11 @@ def test_a_flipped_bit_is_detected_by_reading_and_by_verify(make_dataset):
     dataset = load_manifest(dataset.path)
     with pytest.raises(InputError) as info:
         verify(dataset)
-    assert_one_line(info, str(path))
+    assert_error_line(info, str(path))
     windows = Sequences(dataset, 'train', 64)
     with pytest.raises(InputError) as info:
         [windows[index] for index in range(len(windows))]
-    assert_one_line(info, str(path), 'damaged')
+    assert_error_line(info, str(path), 'damaged')
 
 
 def test_verify_checks_the_tokenizer(make_dataset, random_shards):
@@ -115,7 +115,7 @@ def test_verify_checks_the_tokenizer(make_dataset, random_shards):
     flip_bit(dataset.tokenizer_path, 0)
     with pytest.raises(InputError) as info:
         verify(dataset)
-    assert_one_line(info, 'tokenizer.json', 'damaged')
+    assert_error_line(info, 'tokenizer.json', 'damaged')
 
 
 def test_a_shard_that_is_deleted_while_reading_is_named(make_dataset, random_shards):
@@ -123,7 +123,7 @@ def test_a_shard_that_is_deleted_while_reading_is_named(make_dataset, random_sha
     (dataset.path / 'train-00000.arrayrecord').unlink()
     with pytest.raises(InputError) as info:
         Sequences(dataset, 'train', 8)[0]
-    assert_one_line(info, 'train-00000.arrayrecord')
+    assert_error_line(info, 'train-00000.arrayrecord')
 
 
 def write_shard(path, tokens):
@@ -144,7 +144,7 @@ def test_a_shard_that_cannot_be_written_is_named(tmp_path):
     path = tmp_path / 'nowhere' / 'train-00000.arrayrecord'
     with pytest.raises(InputError) as info:
         write_shard(path, range(10))
-    assert_one_line(info, str(path))
+    assert_error_line(info, str(path))
 
 
 def test_dtype_by_vocabulary():
