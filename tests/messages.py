@@ -21,11 +21,11 @@ def assert_error_line(text: str, *fragments: object) -> None:
 
 
 @contextlib.contextmanager
-def input_error(*fragments: str) -> Iterator[None]:
+def input_error(*fragments: object) -> Iterator[None]:
     """Expects an InputError of one line that contains the fragments."""
     with pytest.raises(InputError) as error:
         yield
     message = str(error.value)
     assert '\n' not in message, message
     for fragment in fragments:
-        assert fragment in message, message
+        assert str(fragment) in message, message
