@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maxlm.config.serialization import public_json
 from maxlm.log import RUN_LOG
@@ -20,7 +20,7 @@ from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.files import WANDB_ID_FILE as WANDB_ID
 from maxlm.workdir.upload_state import UploadState
 
-# Files that are compared with those of the bucket when a run starts. A run on another machine downloads them.
+# A run that resumes on another machine downloads these files.
 NAMES = (
     *(CONFIG, *MODEL_FILES),
     *(METRICS, RUN_LOG, EVENTS, goodput_name(0), 'devices.jsonl', SAMPLES_FILE, EXPERT_LOADS_FILE, ATTENTION_FILE),
@@ -42,6 +42,8 @@ class FileMirror:
         *,
         on_bytes: Callable[..., None],
         interval_seconds: float,
+        names: Sequence[str] = NAMES,
+        patterns: Sequence[str] = UPLOAD_ONLY_PATTERNS,
     ):
         """
         Args:
@@ -50,11 +52,14 @@ class FileMirror:
             on_bytes: called with the progress.
             interval_seconds: minimum time between two uploads. If an upload takes longer than a tenth of it, the next
                 one waits ten times as long as the upload took.
+            names: files that are compared with the bucket's when the run starts.
+            patterns: glob patterns of upload-only files.
         """
         self._bucket = bucket
         self._upload_state = upload_state
         self._on_bytes = on_bytes
         self._interval_seconds = interval_seconds
+        self._names, self._patterns = names, patterns
         self._next_upload_time = 0.0
         self._uploaded: dict[str, tuple[int, int]] = {}
         self.skip_interval = False
@@ -80,8 +85,8 @@ class FileMirror:
     def _existing_files(self) -> list[str]:
         workdir = self._upload_state.workdir
         # The targets of links match the patterns themselves.
-        found = {path for pattern in UPLOAD_ONLY_PATTERNS for path in workdir.glob(pattern) if not path.is_symlink()}
-        names = [*NAMES, *(path.relative_to(workdir).as_posix() for path in sorted(found))]
+        found = {path for pattern in self._patterns for path in workdir.glob(pattern) if not path.is_symlink()}
+        names = [*self._names, *(path.relative_to(workdir).as_posix() for path in sorted(found))]
         # A link must not upload a file outside the workdir.
         return [name for name in names if (workdir / name).is_file() and is_inside(workdir / name, workdir)]
 
@@ -95,11 +100,11 @@ class FileMirror:
         digest = self._bucket.describe(copy).digest
         digests = self._upload_state.files.get(name, [])
         if digests[-1:] != [digest]:
-            if name in NAMES:
+            if name in self._names:
                 # Record both digests: after a kill during the upload, the bucket has either version.
                 self._upload_state.set_file(name, [*digests[-1:], digest])
             self._bucket.put_file(name, copy, self._on_bytes)
-            if name in NAMES:
+            if name in self._names:
                 self._upload_state.set_file(name, [digest])
         copy.unlink()
 
