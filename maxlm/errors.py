@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 EXIT_DONE = 0
 # The run itself failed, e.g. its loss is not finite.
@@ -103,6 +104,24 @@ def nearest(name: str, options: Iterable[str]) -> str:
 def os_message(error: OSError) -> str:
     """Returns the reason of an OSError, e.g. `Permission denied`, without its number and path."""
     return error.strerror or str(error)
+
+
+@contextlib.contextmanager
+def explain_os_errors(path: object, advice: str) -> Iterator[None]:
+    """Context that raises an InputError for an OSError: `PATH: REASON; ADVICE`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f'{path}: {os_message(error)}; {advice}') from error
+
+
+@contextlib.contextmanager
+def name_errors(source: object) -> Iterator[None]:
+    """Context that puts the file, key or option that is at fault before the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f'{source}: {error}') from error
 
 
 def exit_code(command: Callable[[list[str]], int | None], argv: list[str]) -> int:

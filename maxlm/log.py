@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from maxlm.errors import InputError, escape_controls, one_line, os_message
+from maxlm.errors import escape_controls, explain_os_errors, one_line, os_message
 from maxlm.formatting import format_bytes, format_duration, format_int, format_number, format_rate
 
 if TYPE_CHECKING:
@@ -92,10 +92,8 @@ class Console:
             warnings.setFormatter(_Formatter(f'[process {process}] %(message)s'))
             self._handlers = [warnings]
         if workdir is not None and not process:
-            try:
+            with explain_os_errors(workdir / RUN_LOG, 'choose another --workdir'):
                 file = _LogFile(workdir / RUN_LOG, encoding='utf-8')
-            except OSError as error:
-                raise InputError(f'{workdir / RUN_LOG}: {os_message(error)}; choose another --workdir') from error
             file.setFormatter(_Formatter('%(asctime)s %(levelname)s %(message)s'))
             self._handlers.append(file)
 

@@ -44,7 +44,13 @@ from maxlm.planning import gpu_compiler
 from maxlm.runtime.compilation_cache import enable_compilation_cache
 from tools.durations import Durations
 
-pytest_plugins = ['tests.ended_runs', 'tests.executed_functions', 'tests.shared_steps', 'tests.time_report']
+pytest_plugins = [
+    'tests.buckets.fixtures',
+    'tests.ended_runs',
+    'tests.executed_functions',
+    'tests.shared_steps',
+    'tests.time_report',
+]
 
 ROOT = Path(__file__).parent.parent
 # Tests compare the outputs of commands. On a slow machine, progress lines would be among them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,38 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
     # XLA_FLAGS of this process are for virtual CPU devices.
     del environment['XLA_FLAGS']
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+# Compiles the training step of configs/1b.py for one absent GPU as `step`, and counts its work as `program`.
+STEP = """
+import json, sys
+from maxlm.config.loading import load
+from maxlm.config.resolve import resolve
+from maxlm.planning.compiled.program import read_program
+from maxlm.planning.compiled.traffic import ROUNDING, elementwise_bytes
+from maxlm.planning.targets import compiling_for, parse_target, target_layout
+from maxlm.training.compile import AHEAD_OPTIONS, compile_train_step
+from maxlm.training.state import abstract_state
+
+target = parse_target('h100:1')
+config = resolve(load('configs/1b.py', sys.argv[1:]), platform='gpu', num_devices=1, vocab_size=1024, windows=100)
+layout = target_layout(target, config.mesh)
+with compiling_for(target):
+    step = compile_train_step(config, layout, abstract_state(config, layout), options=AHEAD_OPTIONS['gpu']).step
+program = read_program(step.as_text(), config.mesh.sizes, platform='gpu')
+"""
+
+
+def run_step(report: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Runs `STEP` with overrides of its config, and then the statements `report`, which print a JSON value."""
+    return run_python('-c', STEP + report, *overrides)
+
+
+def compiled_step(report: str, *overrides: str) -> Any:
+    """Returns the value that `report` prints; see `run_step`."""
+    done = run_step(report, *overrides)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 # Marks of tests that compile for GPUs in another process. CI skips none, since launch/test.sh installs the compiler.

@@ -49,12 +49,20 @@ def model_keys(**settings: Any) -> dict[str, Any]:
     return {f'model__{key}': value for key, value in settings.items()}
 
 
+def build_config(**settings: Any) -> Config:
+    """Returns an unresolved config with settings of the form `model__dim=16`."""
+    values = default()
+    for key, value in settings.items():
+        section, name = key.split('__')
+        values[section][name] = value
+    return build(values)
+
+
 def small_config(num_devices: int = 1, *, teacher: ModelConfig | None = None, **overrides: Any) -> Config:
     """Returns a resolved config of a two-layer model; overrides have the form `model__dim=16`.
 
     `teacher` is the model of `distill.teacher`.
     """
-    values = default()
     settings = {
         'model__num_layers': 2,
         'model__dim': 32,
@@ -65,14 +73,10 @@ def small_config(num_devices: int = 1, *, teacher: ModelConfig | None = None, **
         'train__global_batch_size': 8,
         'optimizer__learning_rate': 1e-2,
         'optimizer__warmup_steps': 2,
+        **({} if teacher is None else {'distill__teacher': 'runs/teacher'}),
         **overrides,
     }
-    for key, value in settings.items():
-        section, name = key.split('__')
-        values[section][name] = value
-    if teacher is not None:
-        values.distill.teacher = 'runs/teacher'
-    config = dataclasses.replace(build(values), teacher=teacher)
+    config = dataclasses.replace(build_config(**settings), teacher=teacher)
     return resolve(config, platform='cpu', num_devices=num_devices, vocab_size=VOCAB, windows=100)
 
 

@@ -14,6 +14,7 @@ from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
+from tests.messages import assert_error_line
 
 STEPS = 2
 
@@ -61,17 +62,9 @@ def refused(capfd):
         capfd.readouterr()
         assert exit_code(train.main, [str(word) for word in argv]) == EXIT_BAD_INPUT
         err = capfd.readouterr().err
-        assert_one_line(err, *parts)
+        assert_error_line(err, *parts)
 
     return refused
-
-
-def assert_one_line(err, *parts):
-    assert err.startswith('error: '), err
-    assert err.count('\n') == 1, err
-    assert 'Traceback' not in err
-    for part in parts:
-        assert str(part) in err
 
 
 def succeeds(data, workdir):
@@ -266,7 +259,7 @@ def test_damaged_parameters(dataset, trained):
     argv = [sys.executable, '-m', 'maxlm.train', *argv]
     process = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == EXIT_BAD_INPUT
-    assert_one_line(process.stderr, step)
+    assert_error_line(process.stderr, step)
 
 
 def test_messages_with_names_of_any_length_are_shortened(capsys):

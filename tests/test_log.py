@@ -8,6 +8,7 @@ import pytest
 from maxlm import log
 from maxlm.errors import InputError
 from maxlm.log import BYTES, RUN_LOG, Console, ProgressLines, logger, progress_bar
+from tests.clock import Clock
 
 
 class Terminal(io.StringIO):
@@ -30,13 +31,6 @@ def test_the_progress_bar_needs_a_terminal(monkeypatch):
     shown = draw(monkeypatch, Terminal(), show=True)
     assert '10/10' in shown
     assert '3/10' in shown
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

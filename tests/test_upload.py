@@ -11,23 +11,8 @@ from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.storage.bucket import Bucket
 from maxlm.workdir import upload_directory as uploads
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 from tests.huggingface.workdirs import MODELS, make_workdir
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.buckets.add('bucket')
-        yield server
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
+from tests.messages import assert_error_line
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +72,10 @@ def test_an_existing_data_set_is_not_prepared_again(gcs, texts, capsys):
     assert make(texts, 'gs://bucket/data/') == EXIT_DONE
     assert 'gs://bucket/data/ is already prepared from these inputs' in capsys.readouterr().out
     assert make(texts, 'gs://bucket/data', '--block=7') == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert 'gs://bucket/data contains a data set made from block 2048, not 7; choose another --output' in error
-    assert error.count('\n') == 1
+    assert_error_line(
+        capsys.readouterr().err,
+        'gs://bucket/data contains a data set made from block 2048, not 7; choose another --output',
+    )
     assert written(gcs) == before
 
 

@@ -17,7 +17,7 @@ from maxlm.checkpoint.manager import find_step
 from maxlm.checkpoint.params import check_params, params_item, restore_params
 from maxlm.config.schema import Config, ModelConfig
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError
+from maxlm.errors import InputError, name_errors
 from maxlm.log import logger, warn_once
 from maxlm.parallel.layout import Layout
 from maxlm.training.reference import reference_of, to_reference
@@ -60,10 +60,8 @@ def with_frozen_models(config: Config, *, is_planned: bool = False) -> Config:
 
 
 def _read_model(key: str, checkpoint: str) -> ModelConfig:
-    try:
+    with name_errors(f'{key}={checkpoint}'):
         return read_config(workdir_of(checkpoint)).model
-    except InputError as error:
-        raise InputError(f'{key}={checkpoint}: {error}') from error
 
 
 def workdir_of(checkpoint: str) -> epath.Path:
@@ -92,10 +90,8 @@ def check_teacher(config: Config, abstract: TrainState, *, tokenizer: Path) -> N
             f'{TEACHER}={config.distill.teacher}: the teacher has another tokenizer, {path}, than the data, '
             f'{tokenizer}; prepare the data with --tokenizer {path}'
         )
-    try:
+    with name_errors(f'{TEACHER}={config.distill.teacher}'):
         check_params(step, _in_float32(abstract.reference))
-    except InputError as error:
-        raise InputError(f'{TEACHER}={config.distill.teacher}: {error}') from None
 
 
 def read_teacher(config: Config, abstract: TrainState) -> Params | None:
@@ -121,10 +117,8 @@ def read_reward_model(config: Config, layout: Layout) -> Params:
     """
     step = find_step(config.grpo.reward_model, key=REWARD_MODEL)
     abstract = abstract_params(config.of_scorer, layout)
-    try:
+    with name_errors(f'{REWARD_MODEL}={config.grpo.reward_model}'):
         params = restore_params(step, abstract, item=params_item(step))
-    except InputError as error:
-        raise InputError(f'{REWARD_MODEL}={config.grpo.reward_model}: {error}') from error
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(partial(to_reference, config.of_scorer), out_shardings=shardings)(params)
 

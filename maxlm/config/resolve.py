@@ -22,7 +22,7 @@ from maxlm.config.sections.families import GATED_ACTIVATIONS
 from maxlm.config.sections.model import NO_FP8
 from maxlm.config.sections.quantization import QUANTIZATION_GROUPS
 from maxlm.config.validation import divides
-from maxlm.errors import InputError
+from maxlm.errors import InputError, name_errors
 
 # `data.seq_len` of a config that describes a model without a run.
 _WINDOW = 1024
@@ -225,10 +225,8 @@ def _resolved_frozen(
         )
     alone = dataclasses.replace(config, model=model, teacher=None, scorer=None)
     model = dataclasses.replace(model, attention=attention_kernel(alone, platform, capability))
-    try:
+    with name_errors(name):
         check_layout(alone)
-    except InputError as error:
-        raise InputError(f'{name}: {error}') from error
     return model
 
 
@@ -292,9 +290,7 @@ def config_for_model(model: Mapping[str, Any], source: str) -> Config:
     values.train.update(num_steps=1, global_batch_size=1)
     if values.model.reward_head:
         values.train.objective = 'reward'
-    try:
+    with name_errors(source):
         config = build(values)
         resolved = resolve(config, platform='cpu', num_devices=1, vocab_size=model['vocab_size'], windows=1)
-    except InputError as error:
-        raise InputError(f'{source}: {error}') from error
     return dataclasses.replace(config, model=resolved.model, train=TrainConfig(objective=config.train.objective))

@@ -10,7 +10,7 @@ from maxlm.config.sections.model import ModelConfig
 from maxlm.config.sections.optimizer import OptimizerConfig
 from maxlm.config.sections.ranges import Range
 from maxlm.config.user_function import is_function_name
-from maxlm.errors import InputError, nearest
+from maxlm.errors import InputError, name_errors, nearest
 
 # Keys that a parameter group can set. All but `learning_rate_ratio` are keys of the section.
 ADAM_KEYS = ('beta1', 'beta2', 'eps')
@@ -121,7 +121,7 @@ def parse_groups(optimizer: OptimizerConfig) -> list[ParameterGroup]:
         values: dict[str, Any] = {}
         for setting in settings:
             name, equals, text = setting.partition('=')
-            try:
+            with name_errors(f'optimizer.groups: {pattern!r}'):
                 if name not in GROUP_KEYS or not equals:
                     raise InputError(f'{setting!r} is not KEY=VALUE; {nearest(name, GROUP_KEYS)}')
                 if name in values:
@@ -129,8 +129,6 @@ def parse_groups(optimizer: OptimizerConfig) -> list[ParameterGroup]:
                 key = _group_key(name)
                 values[name] = key.parse(text)
                 key.check(values[name])
-            except InputError as error:
-                raise InputError(f'optimizer.groups: {pattern!r}: {error}') from None
         if {'learning_rate', 'learning_rate_ratio'} <= {*values}:
             raise InputError(
                 f'optimizer.groups: {pattern!r} sets learning_rate and learning_rate_ratio; set one of them'

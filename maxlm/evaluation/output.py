@@ -8,17 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import explain_os_errors
 
 
 @contextlib.contextmanager
 def output_directory(folder: Path) -> Iterator[None]:
     """Creates the directory of `--output`, and converts errors of files written within the context to InputError."""
-    try:
+    with explain_os_errors(f'--output={folder}', 'choose a writable directory'):
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise InputError(f'--output={folder}: {os_message(error)}; choose a writable directory') from error
 
 
 def write_samples(folder: Path, task: str, step: int, records: Iterable[Mapping[str, Any]]) -> None:

@@ -48,7 +48,7 @@ def plain(text: str) -> str:
     return ''.join(letter if letter.isprintable() else ' ' for letter in ' '.join(text.split()))
 
 
-def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  ') -> list[Text]:
+def columns(rows: Sequence[Sequence[Text]], width: int) -> list[Text]:
     """Formats a table without borders. Columns that do not fit are omitted, starting from the right.
 
     The first column is left-aligned, the rest right-aligned. All rows have the same length; cells may be empty.
@@ -62,7 +62,7 @@ def columns(rows: Sequence[Sequence[Text]], width: int, *, separator: str = '  '
         for number, (cell, size) in enumerate(zip(row, widths, strict=True)):
             if not size:
                 continue
-            gap = separator if line.cell_len else ''
+            gap = '  ' if line.cell_len else ''
             if line.cell_len + cell_len(gap) + size > width:
                 break
             padding = ' ' * (size - cell.cell_len)

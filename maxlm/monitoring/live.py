@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console, Group
@@ -65,16 +65,13 @@ class Watcher:
             self._version += 1
 
 
-def watch(
-    readers: Sequence[HistoryReader], *, interval: float, console: Console, clock: Callable[[], float] = time.time
-) -> None:
+def watch(readers: Sequence[HistoryReader], *, interval: float, console: Console) -> None:
     """Shows runs in full screen until `q` or Ctrl-C is pressed.
 
     Args:
         readers: readers of the workdirs.
         interval: seconds between two reads.
         console: console of a terminal.
-        clock: function that returns seconds since 1970.
 
     Raises:
         InputError: a workdir cannot be read at the start.
@@ -92,7 +89,7 @@ def watch(
                 if view != last_drawn or time.monotonic() >= next_draw:
                     width, height = console.size
                     runs = [
-                        dashboard_data(history, clock(), run_curves)
+                        dashboard_data(history, time.time(), run_curves)
                         for history, run_curves in zip(histories, curves, strict=True)
                     ]
                     lines = screen(runs, selected, width, height, keys=help_line)

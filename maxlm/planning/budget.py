@@ -62,7 +62,6 @@ def plan_budget(
     hours: float | None = None,
     law: Law = BESIROGLU,
     terms: PricingTerms = DEFAULT_TERMS,
-    spot: bool = False,
 ) -> BudgetPlan:
     """Returns the size and number of tokens of least loss for a budget, given the speed of each size.
 
@@ -73,14 +72,13 @@ def plan_budget(
         hours: wall-clock hours, with all devices running at the same time.
         law: scaling law of the loss.
         terms: pricing terms.
-        spot: use only spot devices, at the spot price.
 
     Raises:
         InputError: no size fits, or the budget is invalid.
     """
-    price = (terms.spot_price if spot else terms.price) or 0.0
+    price = terms.price or 0.0
     if dollars is not None and not price:
-        price = price_per_hour(chip, spot=spot).dollars
+        price = price_per_hour(chip).dollars
     rows = []
     for config, row in points:
         if row.refusal:
@@ -89,7 +87,7 @@ def plan_budget(
         step_cost = estimate_step_cost(
             config, row.step_seconds, chip, row.num_devices, state_bytes=state_bytes, terms=terms
         )
-        tokens = tokens_for(config, step_cost, row.num_devices, dollars=dollars, hours=hours, price=price, spot=spot)
+        tokens = tokens_for(config, step_cost, row.num_devices, dollars=dollars, hours=hours, price=price)
         active = row.active_parameters
         rows.append(BudgetRow(active, tokens, law.loss(active, tokens), row.mfu, row.fits))
     usable = [row for row in rows if row.fits]

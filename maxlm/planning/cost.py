@@ -232,7 +232,6 @@ def tokens_for(
     dollars: float | None = None,
     hours: float | None = None,
     price: float = 0.0,
-    spot: bool = False,
 ) -> float:
     """Returns the number of tokens that a budget buys.
 
@@ -243,7 +242,6 @@ def tokens_for(
         dollars: budget in dollars. Give either `dollars` or `hours`.
         hours: wall-clock hours, with all devices running at the same time.
         price: dollars per device-hour; required for `dollars`.
-        spot: use the step time of spot devices.
 
     Raises:
         InputError: not exactly one budget is given, or it is not above 0.
@@ -260,7 +258,7 @@ def tokens_for(
             )
         hours = dollars / (price * num_devices)
     assert hours is not None
-    return hours * HOUR / (step_cost.spot_step if spot else step_cost.step) * _tokens_per_step(config)
+    return hours * HOUR / step_cost.step * _tokens_per_step(config)
 
 
 def _listed(chip: Chip, *, spot: bool) -> Price | None:

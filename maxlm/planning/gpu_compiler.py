@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.formatting import format_bytes
 
 OPTION = '--install-compiler'
@@ -81,17 +81,14 @@ def install_compiler() -> None:
         )
     if folder.parts[0] == '~':
         raise InputError(f'{OPTION}: the user has no home directory; set {VARIABLE} to a directory')
-    try:
-        with _locked(folder.parent) as lock:
-            if _installed(folder) == version:
-                _report(f'the compiler for GPUs is already installed: {_size(folder)} in {folder}')
-                return
-            if folder.exists() and not _installed(folder) and any(folder.iterdir()):
-                raise InputError(f'{folder}: contains other files; set {VARIABLE} to a new or empty directory')
-            _report(f'installing the compiler for GPUs of jaxlib {version} into {folder} …')
-            _install(folder, version, lock)
-    except OSError as error:
-        raise InputError(f'{folder}: {os_message(error)}; set {VARIABLE} to another directory') from error
+    with explain_os_errors(folder, f'set {VARIABLE} to another directory'), _locked(folder.parent) as lock:
+        if _installed(folder) == version:
+            _report(f'the compiler for GPUs is already installed: {_size(folder)} in {folder}')
+            return
+        if folder.exists() and not _installed(folder) and any(folder.iterdir()):
+            raise InputError(f'{folder}: contains other files; set {VARIABLE} to a new or empty directory')
+        _report(f'installing the compiler for GPUs of jaxlib {version} into {folder} …')
+        _install(folder, version, lock)
     _report(f'installed the compiler for GPUs: {_size(folder)} in {folder}')
 
 

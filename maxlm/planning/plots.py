@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import explain_os_errors
 from maxlm.formatting import format_si
 from maxlm.planning.budget import BudgetPlan
 from maxlm.planning.scaling import ScalingRow
@@ -257,7 +257,5 @@ def _table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with explain_os_errors(path, 'choose a writable file'):
         replace_file(path, data)
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; choose a writable file') from error

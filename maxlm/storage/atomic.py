@@ -11,18 +11,16 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.formatting import format_bytes
 
 
 def atomic_write(path: Path, content: bytes | str, *, make_parents: bool = False) -> None:
     """Writes a small file, and creates its directory with `make_parents`. Raises InputError if it cannot be written."""
-    try:
+    with explain_os_errors(f'{path}: cannot be written', 'check permissions and disk space'):
         if make_parents:
             path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content)
-    except OSError as error:
-        raise InputError(f'{path}: cannot be written: {os_message(error)}; check permissions and disk space') from error
 
 
 def replace_file(path: Path, content: bytes | str, *, is_private: bool = False) -> None:

@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterable
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, NotRegularError, check_regular, check_size
 
 # Maximum number of characters of a path in a message.
@@ -58,16 +58,13 @@ def find_entries(directory: str | os.PathLike[str], names: Iterable[str]) -> dic
         InputError: the directory cannot be listed, or a file is not a valid entry.
     """
     expected, sizes, others = set(names), {}, []
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.name in expected:
-                    status = entry.stat(follow_symlinks=False)
-                    sizes[entry.name] = status.st_size
-                    if not stat.S_ISREG(status.st_mode):
-                        others.append(entry.name)
-    except OSError as error:
-        raise InputError(f'{directory}: {os_message(error)}; choose a readable directory') from error
+    with explain_os_errors(directory, 'choose a readable directory'), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name in expected:
+                status = entry.stat(follow_symlinks=False)
+                sizes[entry.name] = status.st_size
+                if not stat.S_ISREG(status.st_mode):
+                    others.append(entry.name)
     check_entries(directory, others, limit=None)
     return sizes | {name: os.stat(os.path.join(directory, name)).st_size for name in others}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.object_store import (
@@ -101,15 +101,11 @@ def fetch_file(
         InputError: the file cannot be read or written, or its checksum is wrong twice.
         TransientStorageError: the bucket does not respond.
     """
-    try:
+    with explain_os_errors(f'{file.path}: cannot be written', 'check permissions and disk space'):
         file.path.parent.mkdir(parents=True, exist_ok=True)
         with _locked_partial(file) as partial:
             if partial is not None:
                 _fetch(file, partial, on_bytes, call)
-    except OSError as error:
-        raise InputError(
-            f'{file.path}: cannot be written: {os_message(error)}; check permissions and disk space'
-        ) from error
 
 
 def fetch_patiently(

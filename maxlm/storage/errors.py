@@ -142,6 +142,16 @@ def classify_error(path: str, error: Exception) -> StorageError:
     return error_class(f'{redact(path) if "://" in path else path}: {_reason(path, error, kind)}')
 
 
+@contextlib.contextmanager
+def storage_errors(path: str) -> Iterator[None]:
+    """Context that raises a StorageError for any error; see `classify_error`."""
+    try:
+        yield
+    # Storage libraries pass on exceptions of their dependencies, which have no common base class.
+    except Exception as error:
+        raise classify_error(path, error) from error
+
+
 def http_status(error: BaseException) -> int:
     """Returns the HTTP status of an error, or 0 if it has none."""
     for known in (error, error.__cause__):

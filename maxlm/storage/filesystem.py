@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from maxlm.storage import regular_files
-from maxlm.storage.errors import TransientStorageError, classify_error, redact
+from maxlm.storage.errors import TransientStorageError, classify_error, redact, storage_errors
 from maxlm.storage.object_store import open_filesystem, read_file
 from maxlm.storage.regular_files import check_regular, check_size, kind_of, open_descriptor
 
@@ -60,7 +60,7 @@ def stat(path: str) -> Entry:
         StorageError: the path does not exist, cannot be read, or is a special file such as a FIFO.
     """
     name = display_path(path).rstrip('/').rsplit('/', 1)[-1]
-    try:
+    with storage_errors(path):
         if is_url(path):
             filesystem, root = open_filesystem(path)
             # Listings that this process cached may be outdated.
@@ -71,8 +71,6 @@ def stat(path: str) -> Entry:
             return Entry(path, name, 0, '', is_directory=True)
         check_regular(path)
         return Entry(path, name, status.st_size, str(status.st_mtime_ns), is_directory=False)
-    except Exception as error:
-        raise classify_error(path, error) from error
 
 
 def list_directory(path: str) -> list[Entry]:
@@ -83,7 +81,7 @@ def list_directory(path: str) -> list[Entry]:
     Raises:
         StorageError: the directory cannot be listed.
     """
-    try:
+    with storage_errors(path):
         if is_url(path):
             filesystem, root = open_filesystem(path)
             infos = {info['name'].rstrip('/'): info for info in filesystem.ls(root, detail=True)}
@@ -94,8 +92,6 @@ def list_directory(path: str) -> list[Entry]:
         with os.scandir(path) as entries:
             found = [_local_entry(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
             return [entry for entry in found if entry is not None]
-    except Exception as error:
-        raise classify_error(path, error) from error
 
 
 def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iterator[Entry]:
@@ -109,12 +105,10 @@ def walk(path: str, *, skip: Callable[[str], bool] = lambda name: False) -> Iter
     if not is_url(path):
         yield from _walk_local(path, '', skip)
         return
-    try:
+    with storage_errors(path):
         # One flat listing, because listing each directory of an object store would need many requests.
         filesystem, root = open_filesystem(path)
         found = filesystem.find(root, detail=True)
-    except Exception as error:
-        raise classify_error(path, error) from error
     root = root.rstrip('/') + '/'
     for full_name, info in found.items():
         name = full_name.removeprefix(root)
@@ -128,24 +122,20 @@ def open_file(path: str) -> BinaryIO:
     Raises:
         StorageError: the file cannot be opened. Reads raise it too if the storage fails.
     """
-    try:
+    with storage_errors(path):
         if is_url(path):
             filesystem, root = open_filesystem(path)
             return io.BufferedReader(_RemoteFile(path, filesystem.open(root, 'rb')), BUFFER_BYTES)
         return io.BufferedReader(_LocalFile(path), BUFFER_BYTES)
-    except Exception as error:
-        raise classify_error(path, error) from error
 
 
 def read_bytes(path: str, *, limit: int | None = None) -> bytes:
     """Returns the content of a file. Raises StorageError if it cannot be read, or is larger than `limit` bytes."""
-    try:
+    with storage_errors(path):
         if is_url(path):
             check_size(path, stat(path).size, math.inf if limit is None else limit)
             return read_file(path)
         return regular_files.read_bytes(path, limit=limit)
-    except Exception as error:
-        raise classify_error(path, error) from error
 
 
 class _LocalFile(io.FileIO):
@@ -228,10 +218,8 @@ class _RemoteFile(io.RawIOBase):
         super().close()
 
     def _call(self, read: Callable[[], Any]) -> Any:
-        try:
+        with storage_errors(self._path):
             return read()
-        except Exception as error:
-            raise classify_error(self._path, error) from error
 
 
 def _walk_local(directory: str, below: str, skip: Callable[[str], bool]) -> Iterator[Entry]:

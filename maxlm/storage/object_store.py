@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from maxlm.errors import InputError
 from maxlm.installation import pip_install
-from maxlm.storage.errors import StorageError, TransientStorageError, classify_error, redact
+from maxlm.storage.errors import StorageError, TransientStorageError, classify_error, redact, storage_errors
 
 # Optional package and extra of each protocol.
 EXTRAS = {'gs': ('gcsfs', 'gcs'), 'gcs': ('gcsfs', 'gcs'), 's3': ('s3fs', 's3'), 's3a': ('s3fs', 's3')}
@@ -180,9 +180,7 @@ def _refuse_missing_bucket(url: str) -> None:
     bucket = path.strip('/').partition('/')[0]
     if url.partition('://')[0] not in EXTRAS:
         return
-    try:
+    with storage_errors(url):
         exists = filesystem.exists(bucket)
-    except Exception as error:
-        raise classify_error(url, error) from error
     if not exists:
         raise TransientStorageError(f'{redact(url)}: bucket {bucket} does not exist')

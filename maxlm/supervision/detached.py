@@ -22,7 +22,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, os_message
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, explain_os_errors
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.regular_files import open_descriptor, read_text
 from maxlm.workdir.lock import LOCK
@@ -71,12 +71,10 @@ def start_detached(workdir: str, run: Callable[[], int], *, cache: str) -> int:
         raise InputError('--detach needs --workdir in the command, because the output goes to that directory')
     files = detached_files(workdir)
     created = [folder for folder in (files.log.parent, files.log.parent.parent) if not folder.exists()]
-    try:
+    with explain_os_errors(files.log, 'choose a writable --workdir'):
         files.log.parent.mkdir(parents=True, exist_ok=True)
         pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR | os.O_CREAT), 'r+b', buffering=0)
         log = os.fdopen(open_descriptor(str(files.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND), 'ab')
-    except OSError as error:
-        raise InputError(f'{files.log}: {os_message(error)}; choose a writable --workdir') from error
     with pid_file, log:
         if not _lock(pid_file):
             raise InputError(
@@ -91,11 +89,9 @@ def start_detached(workdir: str, run: Callable[[], int], *, cache: str) -> int:
         pid = os.fork()
         if pid == 0:
             # It shares the lock, which ends with the last process that has the file open.
-            try:
+            with explain_os_errors(files.pid, 'choose another --workdir'):
                 pid_file.truncate(0)
                 pid_file.write(f'{os.getpid()}\n'.encode())
-            except OSError as error:
-                raise InputError(f'{files.pid}: {os_message(error)}; choose another --workdir') from error
             _leave_terminal(log)
             return run()
     status = _wait_for_start(workdir, pid, files, lock, before, shown)
@@ -119,12 +115,8 @@ def stop_detached(workdir: str) -> int:
         InputError: there is no such supervisor on this host.
     """
     files = detached_files(workdir)
-    try:
+    with explain_os_errors(files.pid, 'give --stop the workdir of a run that --detach started on this host'):
         pid_file = os.fdopen(open_descriptor(str(files.pid), os.O_RDWR), 'r+b')
-    except OSError as error:
-        raise InputError(
-            f'{files.pid}: {os_message(error)}; give --stop the workdir of a run that --detach started on this host'
-        ) from error
     with pid_file:
         if _lock(pid_file):
             raise InputError(f'--stop={workdir}: no detached run is running on this host; see the end of {files.log}')

@@ -26,7 +26,7 @@ from maxlm.data.loader.position import Position
 from maxlm.data.loader.skipped_batches import data_index, skip_steps
 from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError
+from maxlm.errors import InputError, name_errors
 from maxlm.log import logger
 from maxlm.model.parameters import SCORE_KERNEL
 from maxlm.parallel.layout import Layout
@@ -194,10 +194,8 @@ def check_init_from(config: Config, abstract: Params, workdir: Path, *, tokenize
     """
     if config.train.init_from and not saved_steps(workdir):
         origin = find_step(config.train.init_from, key=INIT_FROM)
-        try:
+        with name_errors(f'{INIT_FROM}={config.train.init_from}'):
             open_initial(origin, config, abstract, tokenizer=tokenizer)
-        except InputError as error:
-            raise InputError(f'{INIT_FROM}={config.train.init_from}: {error}') from None
 
 
 def restore_or_initialize(

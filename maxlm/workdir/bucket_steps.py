@@ -135,20 +135,13 @@ def delete_step(bucket: Bucket, step: int, names: Iterable[str] | None = None) -
     bucket.delete(f'{folder}/{name}' for name in sorted(names, key=lambda name: (name != COMMIT_MARKER, name)))
 
 
-def download_step(
-    bucket: Bucket,
-    step: int,
-    folder: Path,
-    *,
-    on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> None:
+def download_step(bucket: Bucket, step: int, folder: Path) -> None:
     """Downloads a complete step to a local directory, resumes partial files and verifies each file.
 
     Args:
         bucket: bucket of the run.
         step: number of the step.
         folder: destination directory. The caller renames it when this function returns.
-        on_bytes: see `fetch_file`.
 
     Raises:
         InputError: a file is corrupt or cannot be written.
@@ -159,7 +152,7 @@ def download_step(
         # An earlier attempt left this file, possibly from another step of this number.
         if file.is_complete and bucket.describe(file.path).sha256 != file.sha256:
             file.path.unlink()
-    _run_all('fetch', [partial(fetch_file, file, on_bytes=on_bytes) for file in files])
+    _run_all('fetch', [partial(fetch_file, file) for file in files])
     expected = {file.path for file in files}
     for path in [path for path in folder.rglob('*') if path.is_file()]:
         if path not in expected:

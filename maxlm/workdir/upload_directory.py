@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.log import BYTES, logger, progress_bar
 from maxlm.storage.bucket import Bucket, PermissionDeniedError
 from maxlm.storage.check_directory import check_links
@@ -71,10 +71,8 @@ class Upload:
 
     def begin(self) -> None:
         """Creates the parent of the local directory. Raises InputError if it cannot be written."""
-        try:
+        with explain_os_errors(self._cache_path, 'choose another cache directory'):
             self._cache_path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f'{self._cache_path}: {os_message(error)}; choose another cache directory') from error
 
     def reopen(self) -> None:
         """Deletes the last file from the bucket, so that the directory can be uploaded again."""

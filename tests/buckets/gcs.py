@@ -13,7 +13,6 @@ import fnmatch
 import functools
 import hashlib
 import itertools
-import os
 import socket
 import threading
 import types
@@ -23,9 +22,6 @@ from http.server import ThreadingHTTPServer
 import google_crc32c
 
 from tests.buckets.gcs_api import Handler, Request, break_connection
-
-# gcsfs reads the variable at import. Its variant for zonal buckets connects to Google by gRPC.
-os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'
 
 UPDATED = '2026-01-01T00:00:00.000000Z'
 

@@ -9,8 +9,6 @@ import urllib.request
 import fsspec
 import pytest
 
-from tests.buckets import gcs as gcs_buckets
-
 # TensorStore reads its environment once per process.
 TENSORSTORE = """
 import tensorstore
@@ -28,13 +26,6 @@ print(store.list().result(), store.read('a/b').result().value, store.read('none'
 store.delete_range(KvStore.KeyRange('a/b', 'a/c')).result()
 print(store.list().result())
 """
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.buckets.add('bucket')
-        yield server
 
 
 def call(gcs, method, path, body=b'', **headers):

@@ -19,6 +19,7 @@ from maxlm.training.optimizers.muon import MuonState
 from maxlm.training.spike_guard import SpikeStatistics
 from maxlm.training.state import TrainState, abstract_state
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, TRASH, StepDirectory
+from tests.messages import input_error
 from tests.small import small_config, small_layout
 
 # Orbax drops pending reads after a damaged array, which causes warnings.
@@ -195,9 +196,8 @@ def test_disabled_ema_is_not_restored_or_saved(averaged, eight, tmp_path):
 def test_damaged_ema_is_named(averaged, tmp_path):
     shutil.copytree(averaged[0], tmp_path / 'run')
     (tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema' / '_METADATA').write_text('{')
-    with pytest.raises(InputError) as info:
+    with input_error(str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema')):
         restore(tmp_path / 'run', abstract_on(8, **EMA))
-    assert_one_line(info, str(tmp_path / 'run' / CHECKPOINTS_DIR / '7' / 'ema'))
     # A run that does not need it can resume.
     restore(tmp_path / 'run', abstract_on(8))
 
@@ -316,17 +316,15 @@ def test_another_model_is_refused(saved, other):
         lambda: restore(saved, abstract),
         lambda: restore_params(saved / CHECKPOINTS_DIR / '7', abstract.params),
     ):
-        with pytest.raises(InputError, match='checkpoint of another model') as info:
+        with input_error('checkpoint of another model', str(saved / CHECKPOINTS_DIR / '7'), *parts):
             read()
-        assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7'), *parts)
 
 
 def test_another_optimizer_is_refused(saved):
     abstract = abstract_on(8)
     momentum = jax.eval_shape(optax.sgd(1e-3, momentum=0.9).init, abstract.params)
-    with pytest.raises(InputError, match='missing') as info:
+    with input_error('missing', str(saved / CHECKPOINTS_DIR / '7' / 'optimizer')):
         restore(saved, abstract._replace(opt_state=momentum))
-    assert_one_line(info, str(saved / CHECKPOINTS_DIR / '7' / 'optimizer'))
 
 
 def test_second_moments_of_muon_are_restored_on_another_mesh(tmp_path):
@@ -352,17 +350,9 @@ def test_another_dtype_is_refused_and_not_cast(saved):
         restore_params(saved / CHECKPOINTS_DIR / '7', halved)
 
 
-def assert_one_line(info, *parts):
-    message = str(info.value)
-    assert '\n' not in message
-    for part in parts:
-        assert part in message, message
-
-
 def refused(workdir, *parts):
-    with pytest.raises(InputError) as info:
+    with input_error(str(workdir / CHECKPOINTS_DIR / '7'), *parts):
         restore(workdir, abstract_on(1))
-    assert_one_line(info, str(workdir / CHECKPOINTS_DIR / '7'), *parts)
 
 
 @pytest.mark.parametrize('item', ['params', 'optimizer', 'progress', 'data'])

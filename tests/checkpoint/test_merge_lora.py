@@ -21,8 +21,8 @@ from maxlm.inference.load import load_model
 from maxlm.model.decoder import Decoder
 from tests.adapters import adapter_arrays, with_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.messages import assert_error_line
 from tests.small import EXPERTS, small_config
-from tests.test_bad_input import assert_one_line
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (3, 16), dtype=np.int32)
 SETTINGS = {**MODELS['llama'], 'model__lora_rank': 3, 'model__lora_alpha': 6.0}
@@ -131,7 +131,7 @@ def test_rejected_merges(made, tmp_path, capfd, monkeypatch):
         before = sorted(tmp_path.rglob('*'))
         capfd.readouterr()
         assert run(checkpoint, output) == EXIT_BAD_INPUT
-        assert_one_line(capfd.readouterr().err, *parts)
+        assert_error_line(capfd.readouterr().err, *parts)
         assert sorted(tmp_path.rglob('*')) == before
 
     refused(made / 'base', tmp_path / 'new', 'model.lora_rank=0', 'adapters')

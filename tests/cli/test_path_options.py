@@ -21,6 +21,7 @@ from maxlm.storage.jsonl import read_lines
 from maxlm.storage.paths import ANY, BUCKETS, Kind, PathList, PathOption
 from maxlm.workdir.lock import LOCK, WorkdirLock
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 from tools.docs.config_page import field_comments
 
 # Options and keys with one of these words in their name, metavar or help take a path, except those listed below.
@@ -263,10 +264,7 @@ def workspace(tmp_path, monkeypatch):
 def assert_refused(capsys, code, words):
     error = capsys.readouterr().err
     assert code == EXIT_BAD_INPUT, error
-    assert error.startswith('error: ')
-    assert error.count('\n') == 1, error
-    for word in words:
-        assert word in error
+    assert_error_line(error, *words)
 
 
 @pytest.mark.parametrize(('command', 'name', 'kind'), OPTIONS, ids=NAMES)

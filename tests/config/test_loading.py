@@ -11,6 +11,7 @@ from maxlm.config.config_files import split_overrides
 from maxlm.config.resolve import resolve
 from maxlm.config.serialization import from_json, to_json
 from maxlm.errors import InputError
+from tests.messages import input_error
 
 CONFIG = """
 from maxlm.config.loading import default
@@ -101,12 +102,8 @@ def test_json_round_trip(config_file):
     ],
 )
 def test_an_invalid_override_is_a_one_line_error(config_file, override, fragments):
-    with pytest.raises(InputError) as error:
+    with input_error(*fragments):
         loading.load(config_file, [override])
-    message = str(error.value)
-    assert '\n' not in message
-    for fragment in fragments:
-        assert fragment in message
 
 
 def test_muon_keys_require_muon(config_file):
@@ -138,10 +135,8 @@ def test_muon_keys_require_muon(config_file):
 def test_errors_in_a_config_file_name_the_file(tmp_path, text, fragments):
     path = tmp_path / 'base.py'
     path.write_text(text)
-    with pytest.raises(InputError) as error:
+    with input_error(*fragments):
         loading.load(str(path))
-    for fragment in fragments:
-        assert fragment in str(error.value)
 
 
 def test_a_directory_is_rejected(tmp_path):
@@ -268,11 +263,8 @@ def test_an_invalid_config_json_is_a_one_line_error(run_file, change, fragments)
     text = json.dumps(change(json.loads(to_json(run))))
     with open(path, 'w') as file:
         file.write(text)
-    with pytest.raises(InputError) as error:
+    with input_error(path, *fragments):
         loading.load(path)
-    for fragment in (path, *fragments):
-        assert fragment in str(error.value)
-    assert '\n' not in str(error.value)
     # The value is also invalid in the config of a workdir.
     with pytest.raises(ValueError):
         from_json(text)
@@ -356,9 +348,8 @@ def test_a_base_without_a_config(config_file, base):
         ([], ["train.init_from is ''", '--config.train.init_from=WORKDIR']),
         ([f'train.init_from={base}/no'], [f'train.init_from={base}/no', 'No such file', 'choose the workdir']),
     ):
-        with pytest.raises(InputError) as error:
+        with input_error(*parts):
             loading.load('finetune', overrides)
-        assert all(part in str(error.value) for part in parts)
     (base / 'config.json').write_text('{')
     with pytest.raises(InputError, match=r'config\.json: .*choose the workdir'):
         loading.load('finetune', [f'train.init_from={base}'])

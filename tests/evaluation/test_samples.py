@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from maxlm.config.loading import build, default
 from maxlm.config.resolve import resolve
 from maxlm.data.loader.dataset import open_training_data
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -17,7 +16,7 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
 from maxlm.training.state import abstract_state, init_state
-from tests.small import small_layout
+from tests.small import build_config, small_layout
 
 PROMPTS = ('License', 'You may not', 'a')
 
@@ -28,7 +27,6 @@ def sampler_of(config, layout):
 
 
 def make_config(dataset, num_devices=1, **overrides):
-    values = default()
     settings = {
         'model__num_layers': 2,
         'model__dim': 32,
@@ -43,10 +41,7 @@ def make_config(dataset, num_devices=1, **overrides):
         'eval__sample_max_tokens': 12,
         **overrides,
     }
-    for key, value in settings.items():
-        section, name = key.split('__')
-        values[section][name] = value
-    return resolve(build(values), platform='cpu', num_devices=num_devices, vocab_size=257, windows=100)
+    return resolve(build_config(**settings), platform='cpu', num_devices=num_devices, vocab_size=257, windows=100)
 
 
 def make_samples(dataset, params=None, num_devices=1, **overrides):

@@ -18,8 +18,8 @@ from maxlm.inference.load import load_model
 from maxlm.model.decoder import Decoder
 from tests.adapters import adapter_arrays
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.messages import assert_error_line
 from tests.small import small_config
-from tests.test_bad_input import assert_one_line
 
 RANK = {'model__lora_rank': 3, 'model__lora_alpha': 7.5}
 TOKENS = np.random.default_rng(0).integers(0, 256, (2, 12), dtype=np.int32)
@@ -181,7 +181,7 @@ def refused(folder, capfd, workdir, *parts):
     before = sorted(folder.rglob('*'))
     capfd.readouterr()
     assert run('export-adapter', f'--checkpoint={workdir}', f'--output={folder / "out"}') == EXIT_BAD_INPUT
-    assert_one_line(capfd.readouterr().err, *parts)
+    assert_error_line(capfd.readouterr().err, *parts)
     assert sorted(folder.rglob('*')) == before
 
 
@@ -209,5 +209,5 @@ def test_an_export_of_adapters_of_another_config(tmp_path, capfd, llama_run):
     for verb in ('export', 'export-adapter'):
         capfd.readouterr()
         assert run(verb, f'--checkpoint={llama_run}', f'--output={tmp_path / "out"}') == EXIT_BAD_INPUT
-        assert_one_line(capfd.readouterr().err, 'lora_a', 'config.json')
+        assert_error_line(capfd.readouterr().err, 'lora_a', 'config.json')
         assert not (tmp_path / 'out').exists()

@@ -14,6 +14,7 @@ from maxlm.cli.runs import train
 from maxlm.cli.setup import prepare
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 
 pytestmark = pytest.mark.multiprocess
 
@@ -116,8 +117,7 @@ def test_invalid_options_and_interpreters(scripts):
     for command in (['--steps'], ['--steps', 'many'], ['--step', '3']):
         done = run(scripts, 'launch/demo.sh', *command)
         assert done.returncode == 2
-        assert done.stderr.startswith('error: ')
-        assert done.stderr.count('\n') == 1
+        assert_error_line(done.stderr)
     done = run(scripts, 'env', 'PYTHON=/bin/false', 'launch/demo.sh')
     assert done.returncode == 2
     assert 'Python 3.11' in done.stderr

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 
 pytestmark = pytest.mark.multiprocess
 
@@ -319,9 +320,7 @@ def test_bad_options(programs, tmp_path, options, words):
     programs.plan(replies=[{'match': 'nvidia-smi', 'code': 9}])
     done = programs.run(NODE, *options, *arguments(tmp_path))
     assert done.returncode == 2
-    assert done.stderr.startswith('error: ')
-    assert done.stderr.count('\n') == 1
-    assert words in done.stderr
+    assert_error_line(done.stderr, words)
     assert programs.calls('python') == []
 
 

@@ -9,6 +9,7 @@ from jax._src.clusters import cloud_tpu_cluster
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
 from tests.launch.programs import SECRET
+from tests.messages import assert_error_line
 
 pytestmark = pytest.mark.multiprocess
 
@@ -216,9 +217,7 @@ def test_faults(programs, answer, code, words):
     programs.plan(replies=[{'match': 'kubectl', 'code': 1, 'stderr': f'warning\n{answer}\n'}])
     done = programs.run(APPLY, *GPU, *TRAIN)
     assert done.returncode == code
-    assert done.stderr.startswith('error: ')
-    assert done.stderr.count('\n') == 1
-    assert words in done.stderr
+    assert_error_line(done.stderr, words)
 
 
 def test_dry_run(programs):
@@ -253,9 +252,7 @@ def test_dry_run(programs):
 def test_bad_options(programs, command, words):
     done = programs.run(APPLY, *command, *TRAIN)
     assert done.returncode == 2
-    assert done.stderr.startswith('error: ')
-    assert done.stderr.count('\n') == 1
-    assert words in done.stderr
+    assert_error_line(done.stderr, words)
     assert programs.calls() == []
 
 

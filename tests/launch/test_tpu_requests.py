@@ -3,6 +3,7 @@
 import pytest
 
 from tests.launch.tpu import TRAIN, TYPE, made_and_deleted, tpu
+from tests.messages import assert_error_line
 
 pytestmark = pytest.mark.multiprocess
 
@@ -97,7 +98,5 @@ def test_several_slices(programs, tree):
 def test_bad_options(programs, options, words):
     done = programs.run('launch/tpu_vm.sh', *options)
     assert done.returncode == 2
-    assert done.stderr.startswith('error: ')
-    assert done.stderr.count('\n') == 1
-    assert words in done.stderr
+    assert_error_line(done.stderr, words)
     assert programs.calls() == []

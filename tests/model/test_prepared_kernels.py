@@ -15,6 +15,7 @@ from maxlm.model.layers.linear import fused_apply
 from maxlm.model.layers.weight_only_quantization import Weights, dequantize, quantize
 from maxlm.model.prepared_kernels import convert, prepare_modules
 from maxlm.parallel.partitioning import SINGLE_DEVICE, SingleDevice
+from tests.model.layers.test_linear import Split
 from tests.small import small_config
 
 GROUPS = {
@@ -25,13 +26,6 @@ GROUPS = {
 
 # Partitioning of one GPU.
 GPU = SingleDevice(device_platform='gpu')
-
-
-class Split(SingleDevice):
-    """Partitioning that reports sharded heads, as on a mesh."""
-
-    def num_shards(self, axis):
-        return 2 if axis == 'heads' else 1
 
 
 def new_decoder(partitioning=GPU, **changes):

@@ -170,16 +170,15 @@ def test_an_unknown_price_is_none():
     assert cost(chip=H100, num_devices=8, terms=PricingTerms(spot_price=2.0)).dollars_spot > 0
 
 
-@pytest.mark.parametrize('spot', [False, True])
-def test_a_budget_equal_to_the_cost_of_a_run_buys_its_tokens(spot):
+def test_a_budget_equal_to_the_cost_of_a_run_buys_its_tokens():
     resolved = config(eval__interval=50, eval__num_batches=6)
     run = estimate_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
     step_cost = estimate_step_cost(resolved, 2.0, V5E, 16, state_bytes=64 * GIB)
-    price = (run.spot_price if spot else run.price).dollars
-    dollars, hours = (run.dollars_spot, run.hours_spot) if spot else (run.dollars, run.hours)
-    assert tokens_for(resolved, step_cost, 16, dollars=dollars, price=price, spot=spot) == pytest.approx(run.tokens)
-    assert tokens_for(resolved, step_cost, 16, hours=hours, spot=spot) == pytest.approx(run.tokens)
-    assert tokens_for(resolved, step_cost, 16, hours=hours, spot=not spot) != pytest.approx(run.tokens, rel=0.001)
+    bought = tokens_for(resolved, step_cost, 16, dollars=run.dollars, price=run.price.dollars)
+    assert bought == pytest.approx(run.tokens)
+    assert tokens_for(resolved, step_cost, 16, hours=run.hours) == pytest.approx(run.tokens)
+    assert run.hours_spot * 3600 == pytest.approx(run.steps * step_cost.spot_step)
+    assert tokens_for(resolved, step_cost, 16, hours=run.hours_spot) != pytest.approx(run.tokens, rel=0.001)
 
 
 @pytest.mark.parametrize(

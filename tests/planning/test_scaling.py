@@ -5,20 +5,19 @@ import json
 
 import pytest
 
-from maxlm.config.loading import build, default
 from maxlm.errors import InputError
 from maxlm.hardware.chips import CHIPS
 from maxlm.model.parameters import count_active_parameters, count_parameters
 from maxlm.planning.scaling import SHAPES, Data, Prediction, Shape, resize, spread, sweep, sweep_sizes
 from maxlm.planning.tables import as_json, scaling_table
 from maxlm.training.flops import training_flops
+from tests.small import build_config
 
 H100 = next(chip for chip in CHIPS if chip.name == 'h100')
 DATA = Data(vocab_size=32_000, windows=10**6)
 
 
 def config(**overrides):
-    values = default()
     settings = {
         'model__family': 'llama',
         'model__num_layers': 12,
@@ -30,10 +29,7 @@ def config(**overrides):
         'train__per_device_batch_size': 4,
         **overrides,
     }
-    for key, value in settings.items():
-        section, name = key.split('__')
-        values[section][name] = value
-    return build(values)
+    return build_config(**settings)
 
 
 def perfect(resolved, chip, num_devices):

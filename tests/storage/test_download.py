@@ -16,8 +16,6 @@ from maxlm.storage import download
 from maxlm.storage.download import RemoteFile, fetch_file, remove_partial
 from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.retry import RetryPolicy
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 from tests.conftest import ROOT
 
 CONTENT = random.Random(1).randbytes(100_000)
@@ -35,17 +33,9 @@ download.fetch_file(download.RemoteFile(sys.argv[1], Path(sys.argv[2]), int(sys.
 
 
 @pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.put('bucket', 'x/a.bin', CONTENT)
-        yield server
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
+def gcs(gcs):
+    gcs.put('bucket', 'x/a.bin', CONTENT)
+    return gcs
 
 
 @pytest.fixture(autouse=True)

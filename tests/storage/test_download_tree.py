@@ -8,32 +8,27 @@ from maxlm.errors import InputError
 from maxlm.storage import download, download_tree
 from maxlm.storage.download import RemoteFile
 from maxlm.storage.download_tree import fetch_tree, list_tree
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 
 NAMES = ['a.jsonl', 'books/b.txt', 'books/deep/c.txt', 'books/deep/d.jsonl', 'code/e.py', 'code/.hidden']
 CONTENTS = {name: random.Random(name).randbytes(500 + 100 * len(name)) for name in NAMES}
 
 
 @pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        for name, content in CONTENTS.items():
-            server.put('bucket', f'corpus/{name}', content)
-        # Web consoles create such an object for a new folder.
-        server.put('bucket', 'corpus/books/', b'')
-        server.put('bucket', 'corpus2/other.txt', b'x')
-        yield server
+def gcs(gcs):
+    for name, content in CONTENTS.items():
+        gcs.put('bucket', f'corpus/{name}', content)
+    # Web consoles create such an object for a new folder.
+    gcs.put('bucket', 'corpus/books/', b'')
+    gcs.put('bucket', 'corpus2/other.txt', b'x')
+    return gcs
 
 
 @pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        for name, content in CONTENTS.items():
-            client.put_object(Bucket='bucket', Key=f'corpus/{name}', Body=content)
-        client.put_object(Bucket='bucket', Key='corpus2/other.txt', Body=b'x')
-        yield client
+def s3(s3):
+    for name, content in CONTENTS.items():
+        s3.put_object(Bucket='bucket', Key=f'corpus/{name}', Body=content)
+    s3.put_object(Bucket='bucket', Key='corpus2/other.txt', Body=b'x')
+    return s3
 
 
 @pytest.fixture(autouse=True)

@@ -13,22 +13,12 @@ from maxlm.installation import pip_install
 from maxlm.storage import object_store
 from maxlm.storage.errors import TransientStorageError
 from maxlm.storage.object_store import Checksum, open_filesystem, read_checksum, read_file, translate_errors
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 
 
 @pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.put('bucket', 'a', b'content')
-        yield server
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
+def gcs(gcs):
+    gcs.put('bucket', 'a', b'content')
+    return gcs
 
 
 def checksum(url):

@@ -12,6 +12,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.supervision import detached
 from maxlm.workdir.run_storage import cache_directory
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 
 pytestmark = pytest.mark.multiprocess
 # Locks its workdir like training, and exits half a second after SIGTERM.
@@ -129,9 +130,7 @@ def test_slow_starts(tmp_path):
 def test_bad_options(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     assert exit_code(main, words) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert message in error
+    assert_error_line(capsys.readouterr().err, message)
     assert list(tmp_path.iterdir()) == []
 
 

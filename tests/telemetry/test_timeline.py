@@ -12,16 +12,7 @@ import pytest
 
 from maxlm.telemetry.goodput import ACTIVITIES
 from maxlm.telemetry.timeline import Timeline, process_start_time
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
+from tests.clock import Clock
 
 
 @pytest.fixture

@@ -7,13 +7,7 @@ import pytest
 
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.step_runner import DataWait
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 class Step:

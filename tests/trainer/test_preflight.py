@@ -18,6 +18,7 @@ from maxlm.trainer.preflight import compile_step
 from maxlm.workdir.files import read_config
 from tests.cli.runs.test_train import arguments
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 
 SMALL = (
     'model.num_layers=2',
@@ -149,9 +150,7 @@ def test_training_starts_or_leaves_no_workdir(dataset, tmp_path, memory, capsys)
     memory(1000)
     refused = tmp_path / 'refused'
     assert exit_code(train.main, arguments(dataset, refused, train__num_steps=2)) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert 'more than the available' in error
+    assert_error_line(capsys.readouterr().err, 'more than the available')
     assert not refused.exists()
 
 

@@ -8,13 +8,7 @@ from maxlm.hardware.chips import Peak
 from maxlm.trainer import throughput as throughput_module
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.flops import TokenFlops
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 @pytest.fixture

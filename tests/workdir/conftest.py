@@ -6,7 +6,6 @@ import pytest
 
 from maxlm.storage.bucket import Bucket
 from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 from tests.gcs_emulator import FaultyServer
 
 
@@ -18,15 +17,13 @@ def gcs(monkeypatch):
 
 
 @pytest.fixture(params=['gs', 's3'])
-def url(request, monkeypatch):
-    """Yields the URL of a run that does not exist yet, in each kind of bucket."""
+def url(request):
+    """Returns the URL of a run that does not exist yet, in each kind of bucket."""
     if request.param == 'gs':
         request.getfixturevalue('gcs')
-        yield 'gs://bucket/runs/one'
-        return
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield 's3://bucket/runs/one'
+        return 'gs://bucket/runs/one'
+    request.getfixturevalue('s3')
+    return 's3://bucket/runs/one'
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Tests the workdir: its config is restored, another model is rejected, and errors name unreadable files."""
 
-import contextlib
 import dataclasses
-import os
 import tempfile
 from pathlib import Path
 
@@ -10,7 +8,9 @@ import pytest
 
 from maxlm.errors import InputError
 from maxlm.workdir.files import CONFIG, TOKENIZER, check_same_model, open_workdir, read_config, write_run_files
+from tests.messages import input_error
 from tests.small import small_config
+from tests.test_special_files import without_privileges
 
 
 @pytest.fixture
@@ -28,12 +28,8 @@ def start(workdir, config, tokenizer):
 
 
 def refusal(workdir, config, tokenizer, *parts):
-    with pytest.raises(InputError) as info:
+    with input_error(str(workdir), *parts):
         start(workdir, config, tokenizer)
-    message = str(info.value)
-    assert '\n' not in message
-    for part in (str(workdir), *parts):
-        assert part in message, message
 
 
 def test_config_round_trip(tmp_path, tokenizer):
@@ -87,18 +83,6 @@ def test_regular_file_in_place_of_the_workdir(tmp_path, tokenizer, below):
     assert (tmp_path / 'file').read_text() == 'mine'
 
 
-@contextlib.contextmanager
-def unprivileged():
-    """Drops root privileges, so that file permissions apply."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
 @pytest.fixture
 def open_folder():
     """Returns a directory that other users can enter, unlike pytest's, and that contains a tokenizer."""
@@ -114,19 +98,19 @@ def open_folder():
 def test_no_permission(open_folder, mode, below):
     (open_folder / 'run').mkdir()
     (open_folder / 'run').chmod(mode)
-    with unprivileged():
+    with without_privileges():
         refusal(open_folder / below, small_config(), open_folder / 'tokenizer', 'Permission denied')
     (open_folder / 'run').chmod(0o777)
     assert list((open_folder / 'run').iterdir()) == []
     # Control: the same user succeeds with permission.
-    with unprivileged():
+    with without_privileges():
         start(open_folder / below, small_config(), open_folder / 'tokenizer')
 
 
 def test_no_permission_to_read_the_config(open_folder):
     (open_folder / CONFIG).write_text('{}')
     (open_folder / CONFIG).chmod(0o000)
-    with unprivileged(), pytest.raises(InputError, match='Permission denied') as info:
+    with without_privileges(), pytest.raises(InputError, match='Permission denied') as info:
         read_config(open_folder)
     assert str(open_folder / CONFIG) in str(info.value)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from maxlm.cli.execution.chat import sampling_of, standard_terminal
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, name_errors, os_message
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.interactive import ChatSession, continue_lines, stream
@@ -79,16 +79,12 @@ def _read(path: Path) -> str:
 
 def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[int]:
     if options.suffix is not None:
-        try:
+        with name_errors('--suffix'):
             return infill_prompt(model.tokenizer, text, options.suffix)
-        except InputError as error:
-            raise InputError(f'--suffix: {error}') from error
     if not options.chat:
         return text_prompt(model.tokenizer, text, parse_special=options.parse_special)
-    try:
+    with name_errors('--chat'):
         return chat_prompt(model, [{'role': 'user', 'content': text}])
-    except InputError as error:
-        raise InputError(f'--chat: {error}') from error
 
 
 def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
@@ -107,11 +103,9 @@ def _complete_lines(
 ) -> None:
     requests = []
     for line in lines:
-        try:
+        with name_errors(line.name):
             requests.append(request(line.ids))
             engine.check(requests[-1])
-        except InputError as error:
-            raise InputError(f'{line.name}: {error}') from error
 
     write_completions(output, lines, lambda: _complete(engine, requests))
 

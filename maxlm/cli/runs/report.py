@@ -15,7 +15,7 @@ from pathlib import Path
 from maxlm.cli.hints import print_next
 from maxlm.cli.parser import ArgumentParser, command_parser
 from maxlm.cli.process import run
-from maxlm.errors import EXIT_DONE, InputError, os_message
+from maxlm.errors import EXIT_DONE, InputError, explain_os_errors
 from maxlm.formatting import format_bytes
 from maxlm.reporting.page import COMPARISON, NAME, is_foreign, write_page
 from maxlm.reporting.records import evaluation_text
@@ -36,14 +36,12 @@ def main(argv: list[str]) -> int:
     if is_single and options.output is None and not histories[0].has_started:
         print(f'{first}: no run has started, so no page was written')
         return EXIT_DONE
-    try:
+    with explain_os_errors(path, 'choose a writable --output=FILE'):
         if is_foreign(path):
             raise InputError(
                 f'{path}: file already exists and is not a page of maxlm report; choose another --output=FILE'
             )
         write_page(path, histories)
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; choose a writable --output=FILE') from error
     for history in histories:
         for note in history.notes:
             print(f'{history.workdir}: {note}')

@@ -12,7 +12,7 @@ from pathlib import Path
 from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.tokenizer.model_files import GENERATION_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.storage.regular_files import open_regular
 
 MANIFEST_NAME = 'dataset.json'
@@ -76,11 +76,8 @@ def check_sizes(path: Path, sizes: dict[str, int], found: dict[str, int]) -> Non
 def verify_checksums(path: Path, checksums: dict[str, str]) -> None:
     """Compares files with their SHA-256 by name. Raises InputError for the first file that differs."""
     for name, checksum in checksums.items():
-        try:
-            with open_regular(path / name) as file:
-                actual = hashlib.file_digest(file, 'sha256').hexdigest()
-        except OSError as error:
-            raise InputError(f'{path / name}: {os_message(error)}; {remedy(path)}') from error
+        with explain_os_errors(path / name, remedy(path)), open_regular(path / name) as file:
+            actual = hashlib.file_digest(file, 'sha256').hexdigest()
         if actual != checksum:
             raise InputError(
                 f'{path / name} is damaged: its SHA-256 is {actual[:12]}…, not {checksum[:12]}… as in its manifest; '

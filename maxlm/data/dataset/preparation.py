@@ -18,7 +18,7 @@ from types import TracebackType
 from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.records import DatasetManifest, load_manifest, save_manifest
 from maxlm.data.dataset.wait import is_locked
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.storage.atomic import replace_file
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.json_text import parse_json
@@ -47,11 +47,9 @@ class Announcer:
         self._written = -PROGRESS_SECONDS
 
     def __enter__(self) -> Announcer:
-        try:
+        with explain_os_errors(self._directory, 'use a writable directory'):
             (self._directory / PROGRESS_NAME).unlink(missing_ok=True)
             self._lock = os.open(self._directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise InputError(f'{self._directory}: {os_message(error)}; use a writable directory') from error
         # Readers that test the lock hold it only for a moment.
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         return self

@@ -10,7 +10,7 @@ from maxlm.data.chat.template import CHAT_TEMPLATE_FILE
 from maxlm.data.dataset.manifest_files import MANIFEST_NAME, check_names
 from maxlm.data.dataset.records import BOUNDS_OF_COUNTS, FORMAT_VERSION
 from maxlm.data.tokenizer.text_boundaries import TEXT_BOUNDARIES_FILE
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.storage.download import RemoteFile, remove_partial
 from maxlm.storage.errors import redact
 from maxlm.storage.json_text import parse_json
@@ -110,10 +110,8 @@ def remove_stale(manifest: RemoteManifest, directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    try:
+    with explain_os_errors(path, 'check its permissions'):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; check its permissions') from error
 
 
 def with_checksums(files: Sequence[RemoteFile]) -> list[RemoteFile]:

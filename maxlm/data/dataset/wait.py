@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from maxlm.errors import InputError
@@ -20,7 +19,7 @@ POLL_SECONDS = 0.1
 LOCK_NAME = '.fetching'
 
 
-def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) -> None:
+def wait_for_file(path: Path) -> None:
     """Waits until `path` exists. Any process can wait for the files of a `Fetcher`.
 
     Raises:
@@ -35,7 +34,7 @@ def wait_for_file(path: Path, *, sleep: Callable[[float], object] = time.sleep) 
         # The file may have arrived just before the fetcher stopped.
         if not is_locked(path.parent / LOCK_NAME) and not path.exists():
             raise InputError(f'{path} is missing, and no process is fetching it; run the same command again')
-        sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def is_locked(path: Path) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from maxlm.data.documents.document import Document
 from maxlm.data.filters.base import Filter, FilterResult
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.storage.json_text import parse_json, parse_lines, strings_in
 from maxlm.storage.paths import PathOption
 
@@ -104,10 +104,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read(file: Path) -> bytes:
-    try:
+    with explain_os_errors(f'{PREFIX}{file}', 'give the path of evaluation texts'):
         return file.read_bytes()
-    except OSError as error:
-        raise InputError(f'{PREFIX}{file}: {os_message(error)}; give the path of evaluation texts') from error
 
 
 def _texts(file: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from maxlm.data.documents.document import Document
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.storage.atomic import new_file
 from maxlm.storage.json_text import parse_json
 
@@ -80,15 +80,11 @@ class Signatures:
         """
         head = json.dumps({'format': _format(), 'near': self.slots is not None, 'identity': self.identity})
         slots = np.empty((0, len(self.exact)), SLOT_DTYPE) if self.slots is None else self.slots
-        try:
-            with new_file(path) as partial, partial.open('wb') as file:
-                head_bytes = np.frombuffer(head.encode(), np.uint8)
-                for array in (head_bytes, self.exact, slots, self.name_bytes, self.name_ends):
-                    np.lib.format.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
-        except OSError as error:
-            raise InputError(
-                f'{path}: cannot be written: {os_message(error)}; check permissions and disk space'
-            ) from error
+        explained = explain_os_errors(f'{path}: cannot be written', 'check permissions and disk space')
+        with explained, new_file(path) as partial, partial.open('wb') as file:
+            head_bytes = np.frombuffer(head.encode(), np.uint8)
+            for array in (head_bytes, self.exact, slots, self.name_bytes, self.name_ends):
+                np.lib.format.write_array(file, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
 
     @classmethod
     def load(cls, path: Path) -> Signatures:

@@ -31,7 +31,7 @@ from maxlm.data.formats.rows import checked_rows, column_fault, record_fields, r
 from maxlm.errors import InputError
 from maxlm.installation import pip_install
 from maxlm.storage import filesystem
-from maxlm.storage.errors import StorageError, classify_error, short_message
+from maxlm.storage.errors import StorageError, classify_error, short_message, storage_errors
 
 PREFIX = 'hf:'
 SPELLING = 'hf:NAME[:CONFIG][@REVISION][#SPLIT] or hf:DIRECTORY[#SPLIT]'
@@ -205,10 +205,8 @@ def _commit(spec_text: str, spec: _Spec) -> str:
     _datasets(spec_text)
     import huggingface_hub  # part of an extra
 
-    try:
+    with storage_errors(spec_text):
         return str(huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision or None).sha)
-    except Exception as error:
-        raise classify_error(spec_text, error) from error
 
 
 def _size(dataset: Any, spec: _Spec) -> int:
@@ -218,10 +216,8 @@ def _size(dataset: Any, spec: _Spec) -> int:
         return int(known)
     import huggingface_hub  # part of an extra
 
-    try:
+    with storage_errors(str(spec)):
         info = huggingface_hub.HfApi().dataset_info(spec.name, revision=spec.revision, files_metadata=True)
-    except Exception as error:
-        raise classify_error(str(spec), error) from error
     return sum(file.size or 0 for file in info.siblings or ())
 
 

@@ -14,7 +14,7 @@ from maxlm.data.dataset.manifest_files import MANIFEST_NAME
 from maxlm.data.dataset.preparation import is_preparing
 from maxlm.data.executors.local_executor import num_cores
 from maxlm.data.loader.source import HUB, POLL_SECONDS, hub_directory
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.storage.atomic import atomic_write
 from maxlm.storage.regular_files import read_text
 
@@ -79,18 +79,16 @@ def _process(entry: str, directory: Path, tokenizer: str) -> Iterator[subprocess
     options = ['--input', _pinned(entry, directory), '--output', str(directory), '--tokenizer', tokenizer]
     # The other half of the cores reads and computes the batches.
     options += ['--stream', '--quiet', '--workers', str(max(1, num_cores() // 2))]
-    try:
-        with _log_path(directory).open('wb') as log:
-            process = subprocess.Popen(
-                [sys.executable, '-c', _PREPARE, *options],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C stops the run, which then stops the preparation.
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise InputError(f'{directory}: {os_message(error)}; set data.cache_dir to a writable directory') from error
+    explained = explain_os_errors(directory, 'set data.cache_dir to a writable directory')
+    with explained, _log_path(directory).open('wb') as log:
+        process = subprocess.Popen(
+            [sys.executable, '-c', _PREPARE, *options],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            # Ctrl-C stops the run, which then stops the preparation.
+            start_new_session=True,
+        )
     try:
         yield process
     finally:

@@ -23,7 +23,7 @@ from maxlm.data.loader.prefetch_plan import upcoming_reads
 from maxlm.data.loader.shuffle import VERSION, ShuffledIndex
 from maxlm.data.loader.source import HUB, OpenedDataset, Source, open_dataset, source_name
 from maxlm.data.loader.teacher_outputs import TeacherOutputReader, open_teacher_outputs
-from maxlm.errors import InputError, one_line
+from maxlm.errors import InputError, name_errors, one_line
 from maxlm.storage.retry import OnWarning
 
 # Objectives of `train.objective` that train on preferences.
@@ -264,7 +264,9 @@ class TrainingData:
                     yield PlannedRead(files, reading.first_step, reading.last_step)
 
         every = (s.remote_files(s.shards(split)) for s in self.sources for split in ('train', 'validation'))
-        try:
+        with name_errors(
+            f'data.cache_limit_gib={self.data.cache_limit_gib:g}, data.shuffle_shards={self.data.shuffle_shards}'
+        ):
             return Fetcher(
                 uses(),
                 on_warning=on_warning,
@@ -272,11 +274,6 @@ class TrainingData:
                 threads=self.data.download_threads,
                 all_files=itertools.chain(*every),
             )
-        except InputError as error:
-            raise InputError(
-                f'data.cache_limit_gib={self.data.cache_limit_gib:g}, '
-                f'data.shuffle_shards={self.data.shuffle_shards}: {error}'
-            ) from error
 
     def fingerprint(self, global_batch: int, sources_schedule: SourcesSchedule = ()) -> dict[str, Any]:
         """Returns the values that determine the data order, as a flat JSON-compatible dict for a checkpoint."""

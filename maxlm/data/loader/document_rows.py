@@ -19,7 +19,7 @@ from maxlm.data.dataset.records import DatasetManifest, Shard
 from maxlm.data.dataset.token_reader import TokenReader
 from maxlm.data.loader.best_fit import VERSION, pack_documents
 from maxlm.data.loader.windows import Sequences
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import read_text
 
@@ -154,7 +154,7 @@ def open_row_index(
     contents = [VERSION, capacity, keeps_rests, dataset.end_of_document, [shard.sha256 for shard in shards]]
     directory = cache / 'rows' / hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:32]
     partial = directory.with_name(f'.{directory.name}.{uuid.uuid4().hex}.partial')
-    try:
+    with explain_os_errors(directory, 'set data.cache_dir to a writable directory with free space'):
         if not directory.exists():
             partial.mkdir(parents=True)
             try:
@@ -166,10 +166,6 @@ def open_row_index(
                     raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise InputError(
-            f'{directory}: {os_message(error)}; set data.cache_dir to a writable directory with free space'
-        ) from error
     try:
         return RowIndex(directory)
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -37,7 +37,7 @@ from maxlm.data.tokenizer.text_boundaries import (
     unmarked,
 )
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_encoder
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, name_errors, os_message
 from maxlm.storage.errors import catch_panics
 from maxlm.storage.regular_files import read_text
 
@@ -121,11 +121,9 @@ class Tokenizer:
         Without `directory`, the names of the tokens determine the boundaries of a text.
         """
         library = load_library(text, name)
-        try:
+        with name_errors(name):
             boundaries = None if directory is None else boundaries_in(directory, library)
             return _finished(library, infill, boundaries)
-        except InputError as error:
-            raise InputError(f'{name}: {error}') from error
 
     def with_special_tokens(self, names: Sequence[str]) -> Tokenizer:
         """Returns this tokenizer with `names` as special tokens. Names without a token get ids after all existing ids.
@@ -383,7 +381,5 @@ def _parse_ids(rest: str) -> tuple[int, int]:
 def _from_hub(name: str, *, infill: bool) -> Tokenizer:
     """Loads the tokenizer of a model on the Hugging Face Hub."""
     path = download_tokenizer(name)
-    try:
+    with name_errors(f'--tokenizer=hf:{name}'):
         return Tokenizer.load(path, infill=infill)
-    except InputError as error:
-        raise InputError(f'--tokenizer=hf:{name}: {error}') from error

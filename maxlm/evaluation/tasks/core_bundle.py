@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.evaluation.tasks.core_download import download_bundle, is_remote
 from maxlm.storage.json_text import parse_lines
 from maxlm.storage.paths import Kind, PathOption
@@ -235,7 +235,5 @@ def _shown(value: Any) -> str:
 
 
 def _read(file: Path, *, limit: int = MAX_DATA_BYTES) -> bytes:
-    try:
+    with explain_os_errors(file, 'give the directory of an evaluation bundle'):
         return read_bytes(file, limit=limit)
-    except OSError as error:
-        raise InputError(f'{file}: {os_message(error)}; give the directory of an evaluation bundle') from error

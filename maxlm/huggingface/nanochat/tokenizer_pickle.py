@@ -19,7 +19,7 @@ from maxlm.data.tokenizer.library import load_library
 from maxlm.data.tokenizer.text_boundaries import TextBoundaries
 from maxlm.data.tokenizer.tiktoken_bpe import byte_pair_ranks, split_pattern
 from maxlm.data.tokenizer.tokenizer import Tokenizer
-from maxlm.errors import InputError, os_message
+from maxlm.errors import InputError, explain_os_errors
 from maxlm.huggingface.nanochat.pickle_parser import PickledCall, parse_pickle
 from maxlm.storage.check_directory import check_entries
 from maxlm.storage.json_text import parse_json
@@ -72,10 +72,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
             return Tokenizer(tokenizers.Tokenizer.from_str(loaded.to_json()), _boundaries(names, path.name))
         return loaded
     check_entries(path.parent, (path.name,), limit=MAX_BYTES)
-    try:
+    with explain_os_errors(path, 'choose a readable file'):
         content = read_bytes(path, limit=MAX_BYTES)
-    except OSError as error:
-        raise InputError(f'{path}: {os_message(error)}; choose a readable file') from error
     encoding = _encoding(parse_pickle(content, (_ENCODING,), str(path)), str(path))
     if BEGINNING not in encoding.special_tokens:
         raise InputError(f'{path}: has no special token {BEGINNING}; use a tokenizer of nanochat')

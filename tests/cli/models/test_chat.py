@@ -17,6 +17,7 @@ from maxlm.data.chat.template import CHATML
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 from tests.serving.fake_engine import chat_tokenizer
 from tests.starting import make_start
 
@@ -72,9 +73,7 @@ def test_a_pipe_gets_the_answers_of_the_api(pipe, workdir):
 def test_errors_in_a_pipe_end_the_command(pipe, lines, options, words):
     code, out, err = pipe(f'{lines}\n', *options)
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
-    assert words in err
+    assert_error_line(err, words)
 
 
 def test_a_model_without_a_chat_template(pipe, tmp_path):

@@ -1,6 +1,7 @@
 """`maxlm checkpoints`: list, verify, delete and fetch."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from maxlm.checkpoint.restore import is_params_only
 from maxlm.cli.models import checkpoints
 from maxlm.config.schema import CheckpointConfig
 from maxlm.config.serialization import to_json
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, InputError
 from maxlm.formatting import format_bytes
 from maxlm.trainer.run_context import _surplus, check_resume
 from maxlm.workdir.files import CONFIG
@@ -26,6 +27,7 @@ from maxlm.workdir.files import METRICS_FILE as METRICS
 from maxlm.workdir.lock import LOCK, STALE_SECONDS, WorkdirLock, this_process
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 from tests.checkpoint.test_manager import FACTS, abstract_on, config_on, random_state, restore, same
+from tests.messages import assert_error_line
 
 LOSSES = {2: 3.0, 4: 1.5, 6: 2.0, 8: None}
 RULES = {'checkpoint__max_to_keep': 1, 'checkpoint__keep_best': 1, 'checkpoint__keep_period': 6}
@@ -57,15 +59,8 @@ def copy(saved, tmp_path):
 
 
 @pytest.fixture
-def verb(capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def verb(*words):
-        capfd.readouterr()
-        code = exit_code(checkpoints.main, [str(word) for word in words])
-        return (code, *capfd.readouterr())
-
-    return verb
+def verb(run_command):
+    return functools.partial(run_command, checkpoints.main)
 
 
 def steps(workdir):
@@ -358,5 +353,4 @@ def test_a_damaged_step_is_not_fetched(copy, tmp_path, verb):
 def test_bad_input(saved, verb, words, message):
     code, out, err = verb(*(word.format(saved) for word in words))
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert message in err
-    assert err.count('\n') == 1
+    assert_error_line(err, message)

@@ -27,6 +27,7 @@ from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments
 from tests.evaluation.engines import RecitingEngine
 from tests.evaluation.harness_tasks import documents, write_tasks
+from tests.messages import assert_error_line
 
 
 @pytest.fixture(scope='module')
@@ -76,15 +77,9 @@ def compared(workdir, tmp_path_factory):
 
 
 @pytest.fixture
-def run(workdir, capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def run(*options, checkpoint=workdir):
-        capfd.readouterr()
-        code = exit_code(evaluate.main, [f'--checkpoint={checkpoint}', *options])
-        return (code, *capfd.readouterr())
-
-    return run
+def run(workdir, run_command):
+    """Returns a function that runs the verb on `workdir`."""
+    return lambda *options, checkpoint=workdir: run_command(evaluate.main, f'--checkpoint={checkpoint}', *options)
 
 
 @pytest.fixture
@@ -193,8 +188,7 @@ def test_the_same_tokenizer_written_in_another_way(measure, other_data, on_other
 def refused(run, *options, **given):
     code, out, err = run(*options, **given)
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
+    assert_error_line(err)
     return err
 
 

@@ -13,6 +13,7 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import LoadedModel, load_model
+from tests.messages import assert_error_line
 from tests.starting import make_start
 
 PROMPT = 'Licensor “shall”'
@@ -75,16 +76,14 @@ def greedy_pair(workdir):
 
 
 @pytest.fixture
-def run(workdir, capfd):
-    """Returns a function that runs the verb on `workdir` and returns exit code, stdout and stderr."""
+def run(workdir, run_command):
+    """Returns a function that runs the verb on `workdir`, with `PROMPT` if the options have no prompt."""
 
     def run(*options, checkpoint=workdir):
         command = [f'--checkpoint={checkpoint}', *options]
         if not any(option.startswith(('--prompt', '--in')) for option in options):
             command.append(f'--prompt={PROMPT}')
-        capfd.readouterr()
-        code = exit_code(generate.main, command)
-        return (code, *capfd.readouterr())
+        return run_command(generate.main, *command)
 
     return run
 
@@ -159,9 +158,7 @@ def test_selection_of_the_checkpoint(run, workdir, greedy):
 def test_bad_input_is_one_line(run, options, words):
     code, out, err = run(*options)
     assert (code, out) == (EXIT_BAD_INPUT, '')
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
-    assert words in err
+    assert_error_line(err, words)
 
 
 def test_a_missing_step(run, workdir):

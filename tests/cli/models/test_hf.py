@@ -22,8 +22,8 @@ from maxlm.formatting import format_bytes
 from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import arguments
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.messages import assert_error_line
 from tests.starting import make_start
-from tests.test_bad_input import assert_one_line
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def refused(capfd, tmp_path):
         before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')}
         capfd.readouterr()
         assert exit_code(hf.main, [str(word) for word in argv]) == EXIT_BAD_INPUT
-        assert_one_line(capfd.readouterr().err, *parts)
+        assert_error_line(capfd.readouterr().err, *parts)
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')} == before
 
     return refused

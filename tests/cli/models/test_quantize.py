@@ -9,7 +9,7 @@ from maxlm.cli.models import hf, quantize
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.quantize_checkpoint import Quantized
 from tests.huggingface.workdirs import MODELS, make_workdir
-from tests.test_bad_input import assert_one_line
+from tests.messages import assert_error_line
 
 
 @pytest.fixture(scope='module')
@@ -79,5 +79,5 @@ def test_the_table(tmp_path):
 def test_bad_input(workdir, tmp_path, capfd, option, parts):
     given = [f'--checkpoint={workdir}', '--format=int8', f'--output={tmp_path}/new']
     assert run(*given, option.format(workdir=workdir)) == EXIT_BAD_INPUT
-    assert_one_line(capfd.readouterr().err, *parts)
+    assert_error_line(capfd.readouterr().err, *parts)
     assert list(tmp_path.iterdir()) == []

@@ -35,6 +35,7 @@ from maxlm.training.state import abstract_model
 from maxlm.workdir.files import CHAT_TEMPLATE
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
+from tests.messages import assert_error_line
 from tests.serving.fake_engine import DETAILS, chat_tokenizer
 from tests.serving.hostile import MAX_BODY, Generator, Wire
 from tests.serving.serving_thread import ServerThread, client_of, request_bytes
@@ -501,10 +502,7 @@ def test_bad_input_is_one_line(workdir, options, words, capfd, tmp_path):
     given = options if options[0].startswith('--checkpoint') else [f'--checkpoint={workdir}', *options]
     given += [] if any(option.startswith('--port') for option in options) else ['--port=0']
     assert exit_code(serve.main, given) == EXIT_BAD_INPUT
-    err = capfd.readouterr().err
-    assert err.startswith('error: ')
-    assert err.count('\n') == 1
-    assert words in err
+    assert_error_line(capfd.readouterr().err, words)
 
 
 def test_a_wrong_kernel_stops_the_server(workdir, monkeypatch, capfd):

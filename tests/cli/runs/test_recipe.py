@@ -18,6 +18,7 @@ from maxlm.telemetry.metrics import read_metrics
 from maxlm.telemetry.run_history import read_history
 from tests.conftest import ROOT
 from tests.forking import forking
+from tests.messages import assert_error_line
 
 # Published set-ups, their inputs, and the workdir of the last phase.
 RECIPES = {
@@ -227,9 +228,7 @@ def test_bad_input_starts_no_phase(words, message, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(recipe, 'run_phases', lambda *_, **__: pytest.fail('a phase was started'))
     assert run(*words) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count('\n') == 1
+    assert_error_line(capsys.readouterr().err, message)
 
 
 @pytest.mark.parametrize(

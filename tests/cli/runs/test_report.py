@@ -1,22 +1,18 @@
 """`maxlm report` from the command line."""
 
+import functools
+
 import pytest
 
 from maxlm.cli.runs import report
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE
 from tests import workdirs
+from tests.messages import assert_error_line
 
 
 @pytest.fixture
-def run(capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def run(*words):
-        capfd.readouterr()
-        code = exit_code(report.main, [str(word) for word in words])
-        return (code, *capfd.readouterr())
-
-    return run
+def run(run_command):
+    return functools.partial(run_command, report.main)
 
 
 def test_the_page_is_written_to_the_workdir(run, tmp_path):
@@ -95,8 +91,7 @@ def test_bad_input(run, tmp_path):
     ):
         code, out, err = run(*words)
         assert (code, out) == (EXIT_BAD_INPUT, '')
-        assert message in err
-        assert err.count('\n') == 1
+        assert_error_line(err, message)
         assert 'secret' not in err
 
 

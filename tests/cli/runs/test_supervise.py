@@ -9,6 +9,7 @@ import pytest
 from maxlm.cli.runs.supervise import main
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from tests.launch.programs import Programs
+from tests.messages import assert_error_line
 
 SUPERVISE = (sys.executable, '-m', 'maxlm.supervise')
 ELASTIC = ('--min-hosts=1', '--hosts=2', '--devices-per-host=1')
@@ -130,7 +131,4 @@ def test_dry_run(capsys):
 )
 def test_bad_options(capsys, options, words):
     assert exit_code(main, options) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.startswith('error: ')
-    assert error.count('\n') == 1
-    assert words in error
+    assert_error_line(capsys.readouterr().err, words)

@@ -11,10 +11,10 @@ from maxlm.cli.runs import train
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_PREEMPTED, exit_code
 from maxlm.telemetry.metrics import read_metrics
 from maxlm.workdir.run_storage import RunStorage
-from tests.buckets import s3 as s3_buckets
 from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.forking import forking
 from tests.gcs_emulator import running
+from tests.messages import assert_error_line
 from tests.processes import Processes
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -105,13 +105,6 @@ def test_processes_that_share_only_a_bucket(dataset, tmp_path, uninterrupted, mo
             assert math.isclose(found[step]['train/loss'], wanted[step]['train/loss'], rel_tol=1e-6)
 
 
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
-
-
 @pytest.mark.parametrize('as_workdir', [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_run_with_a_mirror_resumes_on_another_machine(dataset, tmp_path, uninterrupted, s3, capsys, as_workdir):
     url = f's3://bucket/{as_workdir}'
@@ -189,9 +182,7 @@ def test_an_unreachable_bucket_starts_no_new_run(dataset, tmp_path, s3, monkeypa
 def test_invalid_workdirs(dataset, tmp_path, monkeypatch, capsys, workdir, settings, words):
     monkeypatch.chdir(tmp_path)
     assert exit_code(train.main, arguments(dataset, workdir, **settings)) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count('\n') == 1
+    assert_error_line(capsys.readouterr().err, words)
     assert not list(tmp_path.iterdir())
 
 

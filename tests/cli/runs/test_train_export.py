@@ -14,8 +14,8 @@ from maxlm.huggingface import final_export
 from maxlm.runtime.preemption import StopRequest
 from maxlm.telemetry.events import read_events
 from maxlm.workdir.files import read_config
-from tests.buckets import s3 as s3_buckets
 from tests.cli.runs.test_train import CONSTANT, params_of, run
+from tests.messages import assert_error_line
 from tests.parameters import decoder_graph, logits
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
@@ -94,9 +94,9 @@ def test_an_export_that_fails_keeps_the_run_and_is_completed(dataset, tmp_path, 
 
     monkeypatch.setattr(final_export, 'export_model', fail)
     assert run(dataset, workdir, **settings) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert 'the disk is full; the run is complete and its checkpoint of step 2 is saved' in error
+    assert_error_line(
+        capsys.readouterr().err, 'the disk is full; the run is complete and its checkpoint of step 2 is saved'
+    )
     assert (workdir / 'checkpoints' / '2').is_dir()
     monkeypatch.setattr(final_export, 'export_model', export_model)
     assert run(dataset, workdir, **settings) == EXIT_DONE
@@ -151,17 +151,8 @@ def test_only_a_complete_run_is_exported(dataset, tmp_path, change_batches, monk
 )
 def test_models_and_targets_that_are_refused_at_the_start(dataset, tmp_path, capsys, settings, part):
     assert run(dataset, tmp_path / 'run', **SETTINGS, **settings) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert part in error
+    assert_error_line(capsys.readouterr().err, part)
     assert not (tmp_path / 'run').exists()
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 def test_exports_in_buckets(dataset, tmp_path, s3, capsys):

@@ -11,6 +11,7 @@ from maxlm.runtime.watchdog import Watchdog
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.trainer import batch_source
 from tests.cli.runs.test_train import CONSTANT, arguments, curve, params_of, run, same
+from tests.messages import assert_error_line
 from tests.processes import Processes
 from tests.stepped_preparation import stepped, write_lines
 
@@ -118,9 +119,7 @@ def test_a_waiting_run_stops_on_request(preparation, tmp_path, when_waiting):
 def test_a_length_in_epochs_needs_the_end_of_the_preparation(preparation, tmp_path, capsys):
     settings = {**SETTINGS, 'train__num_steps': 0, 'train__num_epochs': 0.1}
     assert run(preparation.output, tmp_path / 'run', **settings) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert 'error: train.num_epochs=0.1: the data is still being prepared' in error
-    assert error.count('\n') == 1
+    assert_error_line(capsys.readouterr().err, 'error: train.num_epochs=0.1: the data is still being prepared')
     assert preparation.finish() == 0
     assert run(preparation.output, tmp_path / 'run', **settings) == EXIT_DONE
 

@@ -13,6 +13,7 @@ from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.workdir.files import read_config
 from tests.cli.runs.test_train import arguments, curve, params_of, run, same
 from tests.huggingface.transformers_models import CASES, make_model
+from tests.messages import assert_error_line
 from tests.processes import Processes
 from tests.starting import make_start
 
@@ -122,10 +123,8 @@ def test_learned_positions_are_refused_for_longer_sequences(dataset, tmp_path, c
     make_start(tmp_path / 'first', dataset / 'tokenizer.json', model__family='gpt2')
     longer = {**learned, 'data__seq_len': 64, 'train__init_from': tmp_path / 'first'}
     assert run(dataset, tmp_path / 'second', **longer) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    for part in (f'train.init_from={tmp_path}/first', 'learned positions for 16 tokens', 'model.max_positions=16'):
-        assert part in error
+    parts = (f'train.init_from={tmp_path}/first', 'learned positions for 16 tokens', 'model.max_positions=16')
+    assert_error_line(capsys.readouterr().err, *parts)
     assert not (tmp_path / 'second' / 'config.json').exists()
 
 
@@ -175,9 +174,7 @@ def test_the_chat_template_is_copied(chats, chat_model, tmp_path, capsys):
 def test_chat_requires_a_template(base, capsys):
     command = [f'--checkpoint={base}', '--prompt=What?', '--chat', '--max-tokens=4']
     assert exit_code(generate.main, command) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert f'--chat: {base} has no usable chat_template.jinja' in error
+    assert_error_line(capsys.readouterr().err, f'--chat: {base} has no usable chat_template.jinja')
 
 
 def test_a_phase_with_adapters(chat_model, chats, tmp_path, capsys):

@@ -21,6 +21,7 @@ from tests.cpu import CHEAP_COMPILER
 from tests.evaluation.harness_tasks import documents, write_tasks
 from tests.faults import measured
 from tests.forking import free_port
+from tests.messages import assert_error_line
 from tests.processes import Processes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.usefixtures('shared_steps')]
@@ -264,9 +265,7 @@ def test_invalid_variables(dataset, tmp_path, monkeypatch, capsys, variables, wo
     for name, value in variables.items():
         monkeypatch.setenv(f'MAXLM_{name}', value)
     assert exit_code(main, arguments(dataset, tmp_path / 'run')) == EXIT_BAD_INPUT
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count('\n') == 1
+    assert_error_line(capsys.readouterr().err, words)
     assert not (tmp_path / 'run').exists()
 
 

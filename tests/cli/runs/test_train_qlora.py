@@ -19,10 +19,10 @@ from maxlm.training.reference import without_adapters
 from maxlm.training.state import abstract_model
 from maxlm.workdir.files import read_config
 from tests.cli.runs.test_train import curve, params_of, run, same
+from tests.messages import assert_error_line
 from tests.parameters import logits
 from tests.small_posttraining import grpo_arguments, make_preferences, make_prompts, preference_arguments
 from tests.starting import make_start
-from tests.test_bad_input import assert_one_line
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
@@ -103,7 +103,7 @@ def test_a_quantized_checkpoint_starts_the_same_run(dataset, base, tuned, tmp_pa
     ):
         capsys.readouterr()
         assert run(dataset, tmp_path / 'other', **settings, train__init_from=quantized) == EXIT_BAD_INPUT
-        assert_one_line(capsys.readouterr().err, 'train.init_from', *parts)
+        assert_error_line(capsys.readouterr().err, 'train.init_from', *parts)
     # Later phases start with codes and adapters.
     more = {**INT4, 'train__num_steps': 1}
     assert run(dataset, tmp_path / 'more', **more, train__init_from=tuned) == EXIT_DONE
@@ -141,7 +141,7 @@ def test_adapter_export_checks_the_base(dataset, tuned, tmp_path, capsys):
     (other / 'config.json').write_text(text.replace(read_config(tuned).train.init_from, str(tmp_path / 'start')))
     capsys.readouterr()
     assert export(other, 'refused') == EXIT_BAD_INPUT
-    assert_one_line(capsys.readouterr().err, str(tmp_path / 'start'), 'and the run differ in')
+    assert_error_line(capsys.readouterr().err, str(tmp_path / 'start'), 'and the run differ in')
 
 
 QUANTIZED = {'model__lora_rank': 2, 'model__weight_quantization': 'int8', 'eval__interval': 0}

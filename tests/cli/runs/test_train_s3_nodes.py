@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from maxlm.errors import EXIT_DONE
-from tests.buckets import s3 as s3_buckets
 from tests.cli.runs.test_train import arguments, curve, run
 from tests.forking import forking, free_port
 from tests.waiting import until
@@ -20,13 +19,6 @@ SETTINGS = {
     'eval__interval': 0,
     'optimizer__schedule': 'constant',
 }
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """`maxlm doctor`: its report on a machine and a run, and its exit code."""
 
+import functools
 import json
 import math
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from maxlm.cli.setup import doctor
 from maxlm.diagnostics.checks import trial_run
 from maxlm.diagnostics.checks.all_checks import NAMES
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from tests.cli.runs.test_train import SMALL, TINY
 from tests.conftest import ROOT
 from tests.cpu import cpu_flags
@@ -18,15 +19,8 @@ from tests.processes import Processes
 
 
 @pytest.fixture
-def run(capsys):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def run(*words):
-        capsys.readouterr()
-        code = exit_code(doctor.main, list(words))
-        return (code, *capsys.readouterr())
-
-    return run
+def run(run_command):
+    return functools.partial(run_command, doctor.main)
 
 
 def test_the_machine_alone(run):

@@ -12,8 +12,8 @@ from maxlm.cli.setup import fetch
 from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.errors import exit_code
 from maxlm.storage import download, download_tree
-from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
+from tests.storage.test_download_tree import contents
 
 # A shell starts background processes with SIGINT ignored.
 FETCH = """
@@ -24,12 +24,6 @@ from maxlm.storage import download
 download.CHUNK_BYTES = 1000
 fetch.run('fetch')
 """
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +41,6 @@ def remote_dataset(gcs, dataset):
 
 def run(*arguments):
     return exit_code(fetch.main, [str(argument) for argument in arguments])
-
-
-def contents(directory):
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob('*')) if path.is_file()
-    }
 
 
 def test_a_prepared_data_set_is_verified_by_its_manifest(remote_dataset, gcs, tmp_path, capsys):

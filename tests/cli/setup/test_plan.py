@@ -11,22 +11,19 @@ import pytest
 from maxlm.api import plan as api_plan
 from maxlm.cli.setup import plan
 from maxlm.config.loading import load
-from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, exit_code
+from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED
 from maxlm.planning.targets import CompilerMissingError, parse_target
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 from tests.shards import write_dataset
 
 
 @pytest.fixture
-def run(capfd):
-    """Returns a function that runs the verb and returns exit code, stdout and stderr."""
-
-    def run(config, target, *options):
-        capfd.readouterr()
-        code = exit_code(plan.main, [f'--config={ROOT}/configs/{config}', f'--target={target}', *options])
-        return (code, *capfd.readouterr())
-
-    return run
+def run(run_command):
+    """Returns a function that plans a config of the repository."""
+    return lambda config, target, *options: run_command(
+        plan.main, f'--config={ROOT}/configs/{config}', f'--target={target}', *options
+    )
 
 
 @pytest.fixture
@@ -230,10 +227,7 @@ def test_sweep(run, tmp_path):
 def test_bad_input(run, config, target, options, words):
     code, _, err = run(config, target, *options)
     assert code == EXIT_BAD_INPUT
-    assert err.count('\n') == 1
-    assert err.startswith('error: ')
-    for word in words:
-        assert word in err
+    assert_error_line(err, *words)
 
 
 @pytest.mark.parametrize('variant', ['7b-instruct', '7b-lora', '7b-qlora'])

@@ -16,6 +16,7 @@ from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.library import encode_batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from tests.messages import assert_error_line
 from tests.preparing import contents, documents_of, ids_of, run, write_texts
 
 
@@ -173,10 +174,7 @@ def test_a_text_with_a_tokenizer_panic_is_named_or_skipped(texts, tmp_path, monk
     (texts / '7.txt').write_text('bad')
     arguments = ['--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 1]
     assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert '7.txt: ' in error
-    assert 'the tokenizers library panicked: index out of bounds' in error
+    assert_error_line(capsys.readouterr().err, '7.txt: ', 'the tokenizers library panicked: index out of bounds')
     assert run(*arguments, '--skip-bad-records') == 0
     dataset = load_manifest(tmp_path / 'data')
     assert [entry['name'] for entry in dataset.left_out] == ['7.txt']
@@ -340,11 +338,7 @@ def test_bad_input_is_one_line_and_can_be_corrected(tmp_path, capsys, case):
     make(at)
     command = ['--output', at / 'data', '--workers', 1, *(a.replace('{}', str(at)) for a in arguments)]
     assert run('--tokenizer', 'bpe:300', *command) == 2
-    error = capsys.readouterr().err
-    assert error.startswith('error: ')
-    assert error.count('\n') == 1
-    for part in parts:
-        assert part in error
+    assert_error_line(capsys.readouterr().err, *parts)
     if not case.startswith(('output', 'malformed')):
         (at / 'good.txt').write_text('good')
         assert run('--input', at / 'good.txt', '--output', at / 'data', '--tokenizer', 'bytes') == 0
@@ -355,9 +349,7 @@ def test_bad_files_in_worker_processes(texts, tmp_path, capsys, small_partitions
     (texts / '7.txt').write_bytes(b'\xff')
     # The byte tokenizer needs no training text, so a worker reads the bad file.
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert '7.txt: byte 0 is not UTF-8' in error
+    assert_error_line(capsys.readouterr().err, '7.txt: byte 0 is not UTF-8')
     (texts / '7.txt').write_text('repaired')
     assert run('--input', texts, '--output', tmp_path / 'data', '--tokenizer', 'bytes', '--workers', 2) == 0
     assert not [name for name in contents(tmp_path / 'data') if name.startswith(('.', 'group'))]

@@ -13,6 +13,7 @@ from maxlm.data.dataset.records import load_manifest, verify
 from maxlm.data.prepare import partitions
 from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, ids_tokenizer
 from tests.conftest import ROOT
+from tests.messages import assert_error_line
 from tests.preparing import contents, documents_of, ids_of, run
 from tests.user_modules import write_module
 
@@ -303,11 +304,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, case):
     (at / 'x.jsonl.gz').write_bytes(gzip.compress(json.dumps({'text': prose(1)}).encode())[:-20])
     path, *more = arguments
     assert run('--input', at / path, '--output', at / 'data', '--tokenizer', 'bytes', '--workers', 1, *more) == 2
-    error = capsys.readouterr().err
-    assert error.startswith('error: ')
-    assert error.count('\n') == 1
-    for part in parts:
-        assert part in error
+    assert_error_line(capsys.readouterr().err, *parts)
     assert run('--input', at / 'x.txt', '--output', at / 'data', '--tokenizer', 'bytes', '--workers', 1) == 0
 
 

@@ -19,7 +19,7 @@ from maxlm.data.parts.part_store import WORK_DIRECTORY
 from maxlm.data.prepare import partitions, pipeline, scan, write_shards
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.storage.errors import classify_error
-from tests.buckets import gcs as gcs_buckets
+from tests.messages import assert_error_line
 from tests.preparing import contents, documents_of, run, write_texts
 
 
@@ -74,11 +74,7 @@ def test_a_partition_that_always_fails(texts, tmp_path, fail, capsys, more):
     command = ['--input', texts, *ARGUMENTS, *more, '--output', tmp_path / 'data']
     fail('25.txt', 10**6)
     assert run(*command, '--retries', 1) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert '(tried 2 times)' in error
-    assert 'no answer (timed out)' in error
-    assert '--skip-failed' in error
+    assert_error_line(capsys.readouterr().err, '(tried 2 times)', 'no answer (timed out)', '--skip-failed')
     finished = 'survey-*' if more else 'group-*'
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / 'data' / WORK_DIRECTORY).glob(finished)}
     assert len(done) > 10
@@ -126,35 +122,33 @@ def objects(kind):
             yield f'{i}.jsonl', b'{"text": "text %d"}\n' % i
 
 
-@pytest.mark.network_emulator
 @pytest.mark.parametrize(
     ('kind', 'fault'), [('jsonl', 503), ('parquet', 'reset'), ('jsonl', 'vanish'), ('jsonl', 403), ('parquet', 403)]
 )
-def test_a_bucket_that_fails(tmp_path, monkeypatch, kind, fault):
+def test_a_bucket_that_fails(tmp_path, monkeypatch, gcs, kind, fault):
     # Creates several partitions; each line of JSONL is a range.
     monkeypatch.setattr(partitions, 'MIN_GROUP_BYTES', 10)
-    with gcs_buckets.running(monkeypatch) as server:
-        for name, content in objects(kind):
-            server.put('bucket', f'x/{name}', content)
-        command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
-        assert run(*command, tmp_path / 'expected') == 0
-        write = WriteShards.run
+    for name, content in objects(kind):
+        gcs.put('bucket', f'x/{name}', content)
+    command = ['--input', 'gs://bucket/x', *ARGUMENTS, '--skip-bad-records', '--output']
+    assert run(*command, tmp_path / 'expected') == 0
+    write = WriteShards.run
 
-        def break_and_write(task, report):
-            if not pauses:
-                server.vanish() if fault == 'vanish' else server.fault(fault, f'x/2.{kind}')
-            write(task, report)
+    def break_and_write(task, report):
+        if not pauses:
+            gcs.vanish() if fault == 'vanish' else gcs.fault(fault, f'x/2.{kind}')
+        write(task, report)
 
-        def repair(seconds):
-            pauses.append(seconds)
-            server.faults.clear()
-            if fault == 'vanish':
-                server.appear()
+    def repair(seconds):
+        pauses.append(seconds)
+        gcs.faults.clear()
+        if fault == 'vanish':
+            gcs.appear()
 
-        pauses: list[float] = []
-        monkeypatch.setattr(WriteShards, 'run', break_and_write)
-        monkeypatch.setattr(pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair))
-        assert run(*command, tmp_path / 'data') == 0
+    pauses: list[float] = []
+    monkeypatch.setattr(WriteShards, 'run', break_and_write)
+    monkeypatch.setattr(pipeline, 'run_tasks', lambda *args, **options: run_tasks(*args, **options, sleep=repair))
+    assert run(*command, tmp_path / 'data') == 0
     dataset = load_manifest(tmp_path / 'data')
     if fault == 403:
         # Negative control: permanent failures are skipped if allowed, and reported once.
@@ -227,9 +221,7 @@ def test_a_file_that_changes_between_two_reads(texts, tmp_path, monkeypatch, cap
         tmp_path / 'data',
     ]
     assert run(*command) == 2
-    error = capsys.readouterr().err
-    assert error.count('\n') == 1
-    assert 'changed while maxlm prepare was running' in error
+    assert_error_line(capsys.readouterr().err, 'changed while maxlm prepare was running')
     monkeypatch.undo()
     assert run(*command) == 0
 

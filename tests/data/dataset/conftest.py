@@ -24,3 +24,10 @@ def files(tmp_path):
 @pytest.fixture
 def warnings():
     return []
+
+
+@pytest.fixture
+def gcs(gcs):
+    for number, content in enumerate(CONTENTS):
+        gcs.put('bucket', f'data/{number}', content)
+    return gcs

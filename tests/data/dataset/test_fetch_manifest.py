@@ -12,18 +12,9 @@ from maxlm.data.dataset.shard_cache import Fetcher, fetch_manifest
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 from maxlm.storage.errors import TransientStorageError
-from tests.buckets import gcs as gcs_buckets
 from tests.data.dataset.conftest import CONTENTS, SIZE
 
 TOKENIZER = b'{"model": "bytes"}'
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        for number, content in enumerate(CONTENTS):
-            server.put('bucket', f'data/{number}', content)
-        yield server
 
 
 def cached(files):

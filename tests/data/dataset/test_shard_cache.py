@@ -14,7 +14,6 @@ from maxlm.data.dataset.shard_cache import Fetcher
 from maxlm.data.dataset.wait import wait_for_file
 from maxlm.errors import InputError
 from maxlm.storage import download
-from tests.buckets import gcs as gcs_buckets
 from tests.conftest import ROOT
 from tests.data.dataset.conftest import CONTENTS, SIZE
 
@@ -31,14 +30,6 @@ except InputError as error:
     print(error)
 assert 'fsspec' not in sys.modules
 """
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        for number, content in enumerate(CONTENTS):
-            server.put('bucket', f'data/{number}', content)
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from maxlm.errors import InputError
 from maxlm.installation import pip_install
 from tests.conftest import ROOT
 from tests.data.executors.tasks import ScriptedTask
+from tests.messages import assert_error_line
 from tests.preparing import contents, run, write_texts
 from tests.user_modules import write_module
 
@@ -105,9 +106,7 @@ def test_an_unreachable_cluster_is_a_one_line_error(capsys, tmp_path):
     arguments = ['--input', tmp_path / 'x.txt', '--output', tmp_path / 'data', '--executor', 'ray']
     for address in ('127.0.0.1:1', 'ray://127.0.0.1:1', '127.0.0.1:99999'):
         assert run(*arguments, '--ray-address', address) == 2
-        error = capsys.readouterr().err
-        assert error.count('\n') == 1
-        assert f'{address}: no Ray cluster' in error
+        assert_error_line(capsys.readouterr().err, f'{address}: no Ray cluster')
 
 
 @pytest.mark.parametrize(('losses', 'ending'), [(MAX_LOST_NODES, 'done'), (MAX_LOST_NODES + 1, 'failed')])

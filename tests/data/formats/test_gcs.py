@@ -9,7 +9,6 @@ from maxlm.data.documents.read_options import ReadOptions
 from maxlm.data.formats.discovery import find_inputs
 from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
-from tests.buckets import gcs
 
 pytestmark = pytest.mark.network_emulator
 
@@ -17,12 +16,11 @@ LINES = [json.dumps({'text': f'line {number} ' * 5}) for number in range(40)]
 
 
 @pytest.fixture
-def bucket(monkeypatch):
-    with gcs.running(monkeypatch) as server:
-        server.put('corpus', 'web/a.jsonl', '\n'.join(LINES).encode())
-        server.put('corpus', 'web/deep/b.jsonl.gz', gzip.compress('\n'.join(LINES[:3]).encode()))
-        server.put('corpus', 'web/deep/c.txt', b'a text')
-        yield server
+def bucket(gcs):
+    gcs.put('corpus', 'web/a.jsonl', '\n'.join(LINES).encode())
+    gcs.put('corpus', 'web/deep/b.jsonl.gz', gzip.compress('\n'.join(LINES[:3]).encode()))
+    gcs.put('corpus', 'web/deep/c.txt', b'a text')
+    return gcs
 
 
 def texts(paths, target=10**9):

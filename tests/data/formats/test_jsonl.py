@@ -12,6 +12,7 @@ from maxlm.data.formats.file_ranges import FileRange, read_documents, split_file
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import classify_error
+from tests.messages import input_error
 
 LINES = [json.dumps({'text': f'{i} ü\u2028' * (i % 7 + 1), 'id': i}, ensure_ascii=i % 2 == 0) for i in range(40)]
 LINES[11:13] = ['', ' \t', json.dumps({'text': ''}), json.dumps({'text': 'x' * 5000})]
@@ -110,9 +111,8 @@ def test_truncated_or_damaged_compression_is_an_error_at_any_byte(tmp_path, bad_
 def test_bad_lines_are_named_or_skipped(tmp_path, read, bad_records, content, parts):
     (tmp_path / 'x.jsonl').write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / 'good.txt').write_text('good')
-    with pytest.raises(InputError) as info:
+    with input_error(*parts):
         read(tmp_path)
-    assert all(part in str(info.value) for part in parts), info.value
     ((name, _),) = bad_records(tmp_path)
     assert name == parts[0]
     assert 'good' in [d.text for d in read(tmp_path, on_bad=lambda *_: None)]

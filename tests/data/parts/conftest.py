@@ -6,8 +6,6 @@ import pytest
 
 from maxlm.data.prepare import partitions
 from maxlm.workdir import upload_directory
-from tests.buckets import gcs as gcs_buckets
-from tests.buckets import s3 as s3_buckets
 from tests.data.parts.stages import OPTIONS, write_inputs
 from tests.preparing import contents, run
 
@@ -20,20 +18,6 @@ def _machine(monkeypatch, tmp_path):
     monkeypatch.setattr(upload_directory, 'TIMEOUT_SECONDS', 0.0)
     (tmp_path / 'tmp').mkdir()
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path / 'tmp'))
-
-
-@pytest.fixture
-def gcs(monkeypatch):
-    with gcs_buckets.running(monkeypatch) as server:
-        server.buckets.add('bucket')
-        yield server
-
-
-@pytest.fixture
-def s3(monkeypatch):
-    with s3_buckets.running(monkeypatch) as client:
-        client.create_bucket(Bucket='bucket')
-        yield client
 
 
 @pytest.fixture

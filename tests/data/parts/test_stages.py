@@ -18,6 +18,7 @@ from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from tests.data.parts.stages import OPTIONS, objects, run_stages
+from tests.messages import assert_error_line
 from tests.preparing import contents, run
 
 
@@ -145,10 +146,7 @@ def test_a_lost_shard_is_never_used(gcs, in_bucket, expected, capsys, damage):
 def test_stages_in_the_wrong_order_are_refused(in_bucket, capsys):
     for stage, before in (('plan', 'scan'), ('shards', 'plan'), ('merge', 'scan')):
         assert run(*in_bucket, '--stage', stage) == 2
-        error = capsys.readouterr().err
-        assert error.count('\n') == 1
-        assert f'--stage={stage}: ' in error
-        assert f'run --stage {before}' in error
+        assert_error_line(capsys.readouterr().err, f'--stage={stage}: ', f'run --stage {before}')
 
 
 @pytest.mark.parametrize('in_directory', [True, False])

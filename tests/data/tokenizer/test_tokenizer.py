@@ -17,6 +17,7 @@ from maxlm.data.tokenizer.tokenizer import (
     train_bpe,
 )
 from maxlm.errors import InputError
+from tests.messages import input_error
 
 NASTY = [
     '',
@@ -124,10 +125,8 @@ def test_a_tokenizer_of_another_program(tmp_path, name):
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0, '?': 1}, unk_token='?'))
     library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     library.save(str(tmp_path / 'none.json'))
-    with pytest.raises(InputError) as info:
+    with input_error(name, 'none.json'):
         make_tokenizer(str(tmp_path / 'none.json'), [])
-    assert name in str(info.value)
-    assert 'none.json' in str(info.value)
     library.add_special_tokens([name])
     library.save(str(tmp_path / 'some.json'))
     tokenizer = make_tokenizer(str(tmp_path / 'some.json'), [])
@@ -147,10 +146,8 @@ def test_invalid_specs_are_rejected(spec):
 def test_a_file_without_a_tokenizer_is_rejected(tmp_path, content):
     path = tmp_path / 'tokenizer.json'
     path.write_bytes(content)
-    with pytest.raises(InputError) as info:
+    with input_error(str(path)):
         make_tokenizer(str(path), [])
-    assert str(path) in str(info.value)
-    assert '\n' not in str(info.value)
 
 
 def test_end_tokens_take_precedence_over_start_tokens(tmp_path):
@@ -263,9 +260,8 @@ def test_invalid_ids_are_rejected(word):
 )
 def test_errors_of_invalid_specs_contain_the_syntax(spec):
     for check in (check_spec, lambda spec: make_tokenizer(spec, [])):
-        with pytest.raises(InputError) as info:
+        with input_error(f'--tokenizer={spec}: must '):
             check(spec)
-        assert f'--tokenizer={spec}: must ' in str(info.value)
 
 
 def test_ids_tokenizers_have_no_infill_tokens():

@@ -11,6 +11,7 @@ from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import resolved_checkpoint
 from maxlm.workdir.model_directory import HUGGING_FACE, NANOCHAT, model_format
 from tests.huggingface.nanochat.files import Reference, save, save_tokenizer
+from tests.messages import input_error
 
 
 @pytest.fixture(scope='module')
@@ -46,9 +47,8 @@ def test_a_missing_tokenizer_is_named_with_the_command(tmp_path):
 @pytest.mark.parametrize('name', ['', 'model_000010.pt'])
 def test_other_commands_name_the_import(directory, name):
     given = str(directory / name)
-    with pytest.raises(InputError) as info:
+    with input_error(f'in the format of nanochat; import it with `maxlm hf import --input={given} --output='):
         find_local_step(given)
-    assert f'in the format of nanochat; import it with `maxlm hf import --input={given} --output=' in str(info.value)
 
 
 def test_formats(directory, tmp_path):

@@ -27,9 +27,9 @@ from maxlm.model.smear import NO_TOKEN
 from maxlm.workdir.files import read_config
 from tests.huggingface.nanochat.files import Reference, save, save_tokenizer
 from tests.huggingface.workdirs import MODELS, make_workdir
+from tests.messages import assert_error_line
 from tests.parameters import decoder_graph, logits
 from tests.small import model_keys, small_config
-from tests.test_bad_input import assert_one_line
 
 FIRST, PRESENT = Reference('first'), Reference('present')
 IDS = '--tokenizer=ids:70'
@@ -44,7 +44,7 @@ def refused(capfd, tmp_path):
         before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')}
         capfd.readouterr()
         assert exit_code(hf.main, [command, f'--output={tmp_path / "new"}', *argv]) == EXIT_BAD_INPUT
-        assert_one_line(capfd.readouterr().err, *parts)
+        assert_error_line(capfd.readouterr().err, *parts)
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob('*')} == before
 
     return refused

@@ -17,6 +17,7 @@ from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
 from tests.model.attention import cudnn_on_cpu
 from tests.model.attention.masked import masked_attention
+from tests.model.attention.test_ring import value_and_gradients
 from tests.small import small_batch, small_config, small_layout
 
 B, T, N, H = 3, 32, 4, 8
@@ -51,14 +52,6 @@ def inputs(kv_heads):
     rng = np.random.default_rng(0)
     heads = (N, kv_heads, kv_heads, N)
     return tuple(rng.standard_normal((B, T, count, H), np.float32) for count in heads)
-
-
-def value_and_gradients(function):
-    def run(q, k, v, do, segments):
-        output, pull = jax.vjp(lambda q, k, v: function(q, k, v, segments), q, k, v)
-        return output, *pull(do)
-
-    return jax.jit(run)
 
 
 def by_documents(window):

@@ -1,32 +1,14 @@
 """Norm kernels in a step compiled for an absent GPU: one for each norm and pass, and no copies of the stream."""
 
 import functools
-import json
 
 import jax
 import pytest
 
-from tests.conftest import ROOT
-from tests.gpu_compiler import NEEDS_COMPILER, run_python
+from tests.gpu_compiler import NEEDS_COMPILER, compiled_step, run_step
 
 # Prints the norm kernels of the compiled step, the kernels that copy the residual stream, and the traffic.
-PROGRAM = """
-import json, sys
-from maxlm.config.loading import load
-from maxlm.config.resolve import resolve
-from maxlm.planning.compiled.program import read_program
-from maxlm.planning.compiled.traffic import elementwise_bytes
-from maxlm.planning.targets import compiling_for, parse_target, target_layout
-from maxlm.training.compile import AHEAD_OPTIONS, compile_train_step
-from maxlm.training.state import abstract_state
-
-spec, *overrides = sys.argv[1:]
-target = parse_target('h100:1')
-config = resolve(load(spec, overrides), platform='gpu', num_devices=1, vocab_size=1024, windows=100)
-layout = target_layout(target, config.mesh)
-with compiling_for(target):
-    step = compile_train_step(config, layout, abstract_state(config, layout), options=AHEAD_OPTIONS['gpu']).step
-program = read_program(step.as_text(), config.mesh.sizes, platform='gpu')
+REPORT = """
 stream = 2 * config.train.per_device_batch_size * config.data.seq_len * config.model.dim
 norms = [kernel for kernel in program.traffic if kernel.name.startswith('pallas_call')]
 print(json.dumps({
@@ -46,9 +28,7 @@ SHORT = (f'model.num_layers={LAYERS}', 'train.global_batch_size=16', 'model.voca
 
 @functools.cache
 def compiled(kernel):
-    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', *SHORT, f'model.norm_kernel={kernel}')
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return compiled_step(REPORT, *SHORT, f'model.norm_kernel={kernel}')
 
 
 @AHEAD
@@ -75,6 +55,6 @@ def test_xla_copies_the_stream():
 
 @pytest.mark.skipif(COMPILES_AHEAD, reason='this version of JAX compiles Triton kernels without a GPU')
 def test_a_version_that_needs_a_gpu_is_named():
-    done = run_python('-c', PROGRAM, f'{ROOT}/configs/1b.py', *SHORT, 'model.norm_kernel=pallas')
+    done = run_step(REPORT, *SHORT, 'model.norm_kernel=pallas')
     assert done.returncode != 0
     assert 'InputError: model.norm_kernel=pallas: JAX 0.' in done.stderr

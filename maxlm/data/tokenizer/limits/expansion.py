@@ -19,7 +19,7 @@ from typing import Any
 
 import tokenizers
 
-from maxlm.errors import InputError
+from maxlm.errors import InputError, name_errors
 
 # Maximum number of steps of a part, including nested ones.
 _MAX_STEPS = 64
@@ -176,10 +176,8 @@ def _steps(node: Any, key: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def _named(part: str) -> Iterator[None]:
     """Adds the name of a part of the file to errors."""
-    try:
+    with name_errors(part):
         yield
-    except InputError as error:
-        raise InputError(f'{part}: {error}') from error
 
 
 def _checked_factor(name: str, node: Any) -> float:

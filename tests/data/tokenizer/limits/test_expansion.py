@@ -23,6 +23,7 @@ from tests.data.tokenizer.hostile_files import (
     template,
     tokenizer_file,
 )
+from tests.messages import input_error
 
 
 @pytest.mark.parametrize('name', REJECTED)
@@ -39,9 +40,8 @@ def test_hostile_files_are_one_line_errors(name):
 def test_an_import_rejects_hostile_files(tmp_path, name):
     facts, message = REJECTED[name]
     (tmp_path / 'tokenizer.json').write_text(json.dumps(facts))
-    with pytest.raises(InputError) as info:
+    with input_error(message):
         files_for_import(tmp_path)
-    assert message in str(info.value)
 
 
 @pytest.mark.parametrize('name', ACCEPTED)
@@ -57,9 +57,8 @@ def test_steps_of_published_tokenizers_load(name):
 @pytest.mark.parametrize('part', ['normalizer', 'pre_tokenizer', 'decoder', 'post_processor', 'model', 'added_tokens'])
 @pytest.mark.parametrize('value', [3, 'x', [], [3], {}, {'type': 'Sequence'}, {'type': 3}, True])
 def test_parts_of_other_types_are_one_line_errors(part, value):
-    with pytest.raises(InputError) as info:
+    with input_error():
         load({**tokenizer_file(), part: value})
-    assert '\n' not in str(info.value)
 
 
 def test_normalizers_expand_no_more_than_their_factors():
