@@ -24,7 +24,7 @@ from maxlm.data.formats.token_files import check_token_file
 from maxlm.data.parts.job import JOB_NAME, PreparationJob, check_job, make_job
 from maxlm.data.parts.part_store import PartStore, SharedDirectory
 from maxlm.data.parts.scratch import scratch_directory
-from maxlm.data.parts.share import ALL, PARALLEL, STAGES, parse_share
+from maxlm.data.parts.share import ALL, PARALLEL, STAGES, Share, parse_share
 from maxlm.data.prepare.existing_output import (
     OtherDataError,
     check_same_data,
@@ -209,11 +209,15 @@ def _prepare_in_bucket(
 
 def _stage_lines(options: PrepareOptions, name: str) -> list[str]:
     """Returns a line about a completed stage that does not complete the data set."""
-    share = parse_share(options.task, os.environ)
+    share = _share(options)
     part = f', task {share}' if share.count > 1 else ''
     after = f' after all {share.count} tasks' if share.count > 1 else ''
     next_stage = STAGES[STAGES.index(options.stage) + 1]
     return [f'{name}: completed stage {options.stage}{part}; run stage {next_stage}{after}']
+
+
+def _share(options: PrepareOptions) -> Share:
+    return parse_share(options.task, os.environ) if options.stage in PARALLEL else ALL
 
 
 def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: Sequence[InputFile]) -> PrepareConfig:
@@ -312,7 +316,7 @@ def _make(
     partitions: Sequence[Partition],
     store: PartStore | None = None,
 ) -> DatasetManifest | None:
-    share = parse_share(options.task, os.environ) if options.stage in PARALLEL else ALL
+    share = _share(options)
     workers = min(options.workers or num_cores(), max(len(share.of(partitions)), 1))
     # Other shares may be writing their files.
     remove_partial = (lambda _: None) if options.stage in PARALLEL else remove_partial_files
