@@ -113,7 +113,7 @@ def _files_of(
     except StorageError as error:
         raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
-        refuse_unread(entries)
+        refuse_unread(entries, is_named=False)
         raise InputError(f'{display_path(path)} contains no text: {_searched()}; give other files by name')
     _refuse_mixed(path, files)
     return files

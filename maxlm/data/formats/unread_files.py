@@ -20,10 +20,13 @@ OTHER_COMPRESSED_SUFFIXES = ('.bz2', '.xz', '.lzma', '.lz4', '.br', '.snappy')
 MARKUP_SUFFIXES = ('.xml', '.svg')
 
 
-def refuse_unread(entries: Collection[Entry]) -> None:
-    """Raises InputError for the first file that is not a text, with the way to read it."""
+def refuse_unread(entries: Collection[Entry], *, is_named: bool = True) -> None:
+    """Raises InputError for the first file that is not a text, with the way to read it.
+
+    Without `is_named`, the files are those of a directory, and files that never contain text are no reason.
+    """
     for entry in entries:
-        if reason := _reason(entry):
+        if reason := _reason(entry, is_named):
             raise InputError(f'{display_path(entry.path)}: {reason}')
 
 
@@ -34,7 +37,7 @@ def as_dataset(directory: str) -> str:
     return f'give {hf_datasets.PREFIX}{directory}'
 
 
-def _reason(entry: Entry) -> str:
+def _reason(entry: Entry, is_named: bool) -> str:
     """Returns the reason why a file is not read, and the remedy; '' if it is read."""
     name = entry.name.lower()
     if kind_of(name):
@@ -59,6 +62,6 @@ def _reason(entry: Entry) -> str:
         return f'Arrow files are not read; {remedy}'
     if outer in COMPRESSED_SUFFIXES and suffix in (*KIND_SUFFIXES['parquet'], *KIND_SUFFIXES['tokens']):
         return f'compressed {suffix} files are not read; decompress it'
-    if suffix in OTHER_SUFFIXES and suffix not in MARKUP_SUFFIXES:
+    if is_named and suffix in OTHER_SUFFIXES and suffix not in MARKUP_SUFFIXES:
         return f'{suffix} files contain no plain text; convert it to a .txt file'
     return ''

@@ -42,7 +42,6 @@ def archive() -> bytes:
         ('x.tsv.gz', gzip.compress(b'text\n'), '.tsv files are not read, because their records would become one text'),
         ('x.parquet.gz', gzip.compress(b'PAR1\0'), 'compressed .parquet files are not read; decompress it'),
         ('x.npy.zst', zstandard.compress(b'\x93NUMPY'), 'compressed .npy files are not read; decompress it'),
-        ('x.pdf', b'%PDF-1.4 letters\n', '.pdf files contain no plain text; convert it to a .txt file'),
     ],
 )
 def test_files_without_text_are_refused(tmp_path, name, content, reason):
@@ -68,3 +67,15 @@ def test_suffixes_of_json_lines(tmp_path, read, name):
     (tmp_path / name).write_bytes(compress(content))
     for given in (tmp_path / name, tmp_path):
         assert [document.text for document in read(given)] == ['0', '1', '2']
+
+
+@pytest.mark.parametrize('name', ['x.pdf', 'x.PNG', 'x.safetensors', 'x.pkl.gz'])
+def test_files_that_never_contain_text(tmp_path, name):
+    (tmp_path / name).write_bytes(b'%PDF-1.4 letters\n')
+    with pytest.raises(InputError, match=r'files contain no plain text; convert it to a \.txt file'):
+        find_inputs([tmp_path / name])
+    with pytest.raises(InputError, match=f'^{tmp_path} contains no text'):
+        find_inputs([tmp_path])
+    # They are skipped beside texts.
+    (tmp_path / 'a.txt').write_text(TEXT)
+    assert [file.name for file in find_inputs([tmp_path])] == ['a.txt']
