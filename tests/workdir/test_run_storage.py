@@ -116,7 +116,7 @@ def test_outage_at_the_start_does_not_start_a_new_run(gcs, tmp_path, log):
 
 def test_refused_access_at_the_start_is_reported_immediately(gcs, tmp_path):
     gcs.wire_faults.append(WireFault(status=403))
-    with pytest.raises(InputError, match=r'refused .*check the bucket name and the credentials'):
+    with pytest.raises(InputError, match=r'refused .*check the bucket and its region, the credentials'):
         RunStorage(tmp_path, URL).fetch()
 
 
@@ -126,7 +126,7 @@ def test_missing_bucket(kind, tmp_path, request, monkeypatch):
 
     if kind == 'gs':
         request.getfixturevalue('gcs')
-        with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*check the bucket name'):
+        with pytest.raises(InputError, match=r'gs://nobody/run/checkpoints: refused .*check the bucket and'):
             RunStorage(tmp_path, 'gs://nobody/run').fetch(timeout_seconds=0.0)
     else:
         with (
