@@ -138,6 +138,12 @@ def test_other_files_are_one_line_errors(server, tmp_path, content, message):
     assert not list(tmp_path.rglob('outside'))
 
 
+def test_a_checksum_in_capital_letters(server):
+    assert len(open_bundle(f'{server.url}#sha256={hashlib.sha256(server.content).hexdigest().upper()}')) == 3
+    with pytest.raises(InputError, match='download damaged in two attempts'):
+        open_bundle(f'{server.url}#sha256={64 * "A"}')
+
+
 @pytest.mark.parametrize('suffix', ['#sha256=12', '#sha256=', '?x=1#sha256=' + 64 * 'g'])
 def test_malformed_checksums_are_refused(server, suffix):
     with pytest.raises(InputError, match=r'#sha256= must follow the URL of a .zip file and precede 64 digits'):
