@@ -26,8 +26,9 @@ def refuse_unread(entries: Collection[Entry], *, is_named: bool = True) -> None:
     Without `is_named`, the files are those of a directory, and files that never contain text are no reason.
     """
     for entry in entries:
-        if reason := _reason(entry, is_named):
-            raise InputError(f'{display_path(entry.path)}: {reason}')
+        if found := _refusal(entry, is_named):
+            problem, remedy = found
+            raise InputError(f'{display_path(entry.path)}: {problem}; {remedy}')
 
 
 def as_dataset(directory: str) -> str:
@@ -37,31 +38,30 @@ def as_dataset(directory: str) -> str:
     return f'give {hf_datasets.PREFIX}{directory}'
 
 
-def _reason(entry: Entry, is_named: bool) -> str:
-    """Returns the reason why a file is not read, and the remedy; '' if it is read."""
+def _refusal(entry: Entry, is_named: bool) -> tuple[str, str] | None:
+    """Returns the reason why a file is not read, and the remedy; None if it is read."""
     name = entry.name.lower()
     if kind_of(name):
-        return ''
+        return None
     suffix = suffix_of(name)
     read_directory = as_dataset(entry.path.rpartition('/')[0] or '.')
     outer = PurePosixPath(name).suffix
     # Without the last suffix, `x.tar.bz2` is an archive.
     if {outer, suffix, PurePosixPath(name.removesuffix(outer)).suffix}.intersection(ARCHIVE_SUFFIXES):
-        return 'archives are not read; unpack it and give the directory'
+        return 'archives are not read', 'unpack it and give the directory'
     if outer in OTHER_COMPRESSED_SUFFIXES:
-        return f'{outer} files are not decompressed; decompress it, or compress it with gzip or zstd'
+        return f'{outer} files are not decompressed', 'decompress it, or compress it with gzip or zstd'
     if suffix in RECORD_SUFFIXES:
-        return (
-            f'{suffix} files are not read, because their records would become one text; {read_directory} to read '
-            f'the {suffix} files of its directory, or write one record per line into a .jsonl file'
-        )
+        problem = f'{suffix} files are not read, because their records would become one text'
+        directory = f'{read_directory} to read the {suffix} files of its directory'
+        return problem, f'{directory}, or write one record per line into a .jsonl file'
     if suffix in ARROW_SUFFIXES:
-        remedy = 'convert it to Parquet'
+        convert = 'convert it to Parquet'
         if suffix == '.arrow':
-            remedy = f'{read_directory} to read the .arrow files of its directory, or {remedy}'
-        return f'Arrow files are not read; {remedy}'
+            convert = f'{read_directory} to read the .arrow files of its directory, or {convert}'
+        return 'Arrow files are not read', convert
     if outer in COMPRESSED_SUFFIXES and suffix in (*KIND_SUFFIXES['parquet'], *KIND_SUFFIXES['tokens']):
-        return f'compressed {suffix} files are not read; decompress it'
+        return f'compressed {suffix} files are not read', 'decompress it'
     if is_named and suffix in OTHER_SUFFIXES and suffix not in MARKUP_SUFFIXES:
-        return f'{suffix} files contain no plain text; convert it to a .txt file'
-    return ''
+        return f'{suffix} files contain no plain text', 'convert it to a .txt file'
+    return None
