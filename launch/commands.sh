@@ -55,6 +55,8 @@ need_value() {
 need_number() {
   case "$2" in
     '' | *[!0-9]*) refuse "$1=$2: give a whole number" ;;
+    # Bash would read 010 as an octal number.
+    0?*) refuse "$1=$2: remove the leading zeros" ;;
   esac
 }
 

@@ -18,7 +18,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case "$1" in
     --dry-run) dry_run=true ;;
     --tasks=*) tasks="${1#--tasks=}" ;;
-    --array* | --dependency*) refuse "$1: this script sets it; use --tasks=N" ;;
+    --array* | -a* | --dependency* | -d*) refuse "$1: this script sets it; use --tasks=N" ;;
     *) options+=("$1") ;;
   esac
   shift

@@ -32,6 +32,13 @@ class Config(schema.Config):
         2
     """
 
+    def __post_init__(self) -> None:
+        """Raises TypeError for a name or values in place of sections, which would fail later without a reason."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not dataclasses.is_dataclass(value):
+                raise TypeError(f'Config({field.name}={value!r}): not a section; use Config.get(NAME, OVERRIDES)')
+
     def __repr__(self) -> str:
         """Returns the keys whose values differ from the defaults of the model family, without secrets."""
         defaults = flatten(make_config({'model': {'family': self.model.family}}))

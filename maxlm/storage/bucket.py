@@ -27,6 +27,10 @@ class BucketError(TransientStorageError):
     """A bucket request failed: an outage, or a permission that may still be granted."""
 
 
+# Remedies of a PermissionDeniedError. A refused request for metadata has no text that names the reason.
+ACCESS_REMEDY = 'check the bucket and its region, the credentials and their permissions, and the clock'
+
+
 class PermissionDeniedError(BucketError):
     """The bucket refused a request: bad credentials, missing permissions or a missing bucket. Retries do not help."""
 

@@ -162,7 +162,11 @@ def _filesystem(kind: Any, pid: int, options: tuple[tuple[str, Any], ...]) -> An
     # gcsfs logs a traceback for every failed request. Our own warnings report such failures.
     logging.getLogger('gcsfs').setLevel(logging.CRITICAL)
     known = dict(options)
+    # aiohttp ignores the proxies of the environment by default. s3fs and the hub use them.
+    if 'http' in _protocols(kind):
+        known['client_kwargs'] = {'trust_env': True}
     if 'gs' in _protocols(kind):
+        known['session_kwargs'] = {'trust_env': True}
         import aiohttp  # a dependency of gcsfs
 
         # gcsfs has no default timeout, and would wait forever after a silent loss of the network.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from maxlm.config.config_files import default_workdir
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DEVICE, EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from maxlm.storage.object_store import open_filesystem
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, COMMIT_MARKER
 
 LONGEST_PAUSE_SECONDS = 300.0
@@ -106,10 +107,7 @@ def newest_step(workdir: str) -> int:
 
 
 def _steps_in_bucket(workdir: str) -> list[str]:
-    import fsspec
-
-    filesystem, root = fsspec.core.url_to_fs(workdir)
-    filesystem.invalidate_cache()
+    filesystem, root = open_filesystem(workdir)
     folder = f'{root.rstrip("/")}/{CHECKPOINTS_DIR}'
     complete = [path.split('/')[-2] for path in filesystem.glob(f'{folder}/*/{COMMIT_MARKER}')]
     # Buckets with real directories have no commit marker: Orbax renames a step there once it is complete.

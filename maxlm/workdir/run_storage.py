@@ -21,7 +21,7 @@ from typing import Any
 
 from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.bucket import ACCESS_REMEDY, Bucket, PermissionDeniedError
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.filesystem import is_url
 from maxlm.storage.retry import RetryPolicy
@@ -221,7 +221,7 @@ class RunStorage:
             remote_steps = complete_steps(self._bucket)
             fetched = fetch_files(self._bucket, self._upload_state)
         except PermissionDeniedError as error:
-            raise InputError(f'{error}; check the bucket name and the credentials') from error
+            raise InputError(f'{error}; {ACCESS_REMEDY}') from error
         if fetched:
             logger.info(f'fetched from {redact(self.url)}: {", ".join(fetched)}')
         if self._direct:

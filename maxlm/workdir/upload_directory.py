@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from maxlm.errors import InputError, explain_os_errors, os_message
 from maxlm.log import BYTES, logger, progress_bar
-from maxlm.storage.bucket import Bucket, PermissionDeniedError
+from maxlm.storage.bucket import ACCESS_REMEDY, Bucket, PermissionDeniedError
 from maxlm.storage.check_directory import check_links
 from maxlm.storage.errors import TransientStorageError, redact
 from maxlm.storage.retry import RetryPolicy
@@ -128,7 +128,7 @@ def retry_requests(url: str, request: Callable[[], T], *, advice: str) -> T:
         try:
             return request()
         except PermissionDeniedError as error:
-            raise InputError(f'{error}; check the bucket, the credentials and their permissions') from error
+            raise InputError(f'{error}; {ACCESS_REMEDY}') from error
 
     try:
         return RetryPolicy(logger.warning, time.sleep).call(url, send, patience_seconds=TIMEOUT_SECONDS)

@@ -78,3 +78,9 @@ def test_the_representation_lists_the_changes_without_secrets():
 def test_wrong_values(call, message):
     with pytest.raises(InputError, match=message):
         call()
+
+
+@pytest.mark.parametrize('value', ['tiny', {'num_layers': 2}])
+def test_a_name_or_values_are_no_sections(value):
+    with pytest.raises(TypeError, match=r'^Config\(model=.*\): not a section; use Config.get\(NAME, OVERRIDES\)$'):
+        maxlm.Config(value)

@@ -1,8 +1,10 @@
 """Downloads evaluation bundles from a server on loopback: resumes, verifies, extracts, and reports errors."""
 
+import errno
 import hashlib
 import http.server
 import io
+import os
 import re
 import threading
 import zipfile
@@ -14,7 +16,7 @@ from maxlm.cli.runs import recipe
 from maxlm.errors import InputError
 from maxlm.evaluation.tasks import core_download
 from maxlm.evaluation.tasks.core_bundle import open_bundle
-from maxlm.storage import download
+from maxlm.storage import download, object_store
 from tests.evaluation.core_bundles import write_bundle
 
 
@@ -25,6 +27,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         content, status = self.server.content, 200
+        self.server.paths.append(self.path)
+        if target := self.server.redirects.get(self.path):
+            self.send_response(302)
+            self.send_header('Location', target)
+            self.send_header('Content-Length', '0')
+            self.end_headers()
+            return
         found = re.fullmatch(r'bytes=(\d+)-(\d+)', self.headers.get('Range', ''))
         if found:
             first, last = map(int, found.groups())
@@ -65,6 +74,7 @@ def server(bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(core_download, 'CACHE', str(tmp_path / 'cache'))
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         server.content, server.ranges, server.failing = zipped(bundle), [], set()
+        server.paths, server.redirects = [], {}
         server.url = f'http://127.0.0.1:{server.server_port}/a/eval_bundle.zip'
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -128,6 +138,12 @@ def test_other_files_are_one_line_errors(server, tmp_path, content, message):
     assert not list(tmp_path.rglob('outside'))
 
 
+def test_a_checksum_in_capital_letters(server):
+    assert len(open_bundle(f'{server.url}#sha256={hashlib.sha256(server.content).hexdigest().upper()}')) == 3
+    with pytest.raises(InputError, match='download damaged in two attempts'):
+        open_bundle(f'{server.url}#sha256={64 * "A"}')
+
+
 @pytest.mark.parametrize('suffix', ['#sha256=12', '#sha256=', '?x=1#sha256=' + 64 * 'g'])
 def test_malformed_checksums_are_refused(server, suffix):
     with pytest.raises(InputError, match=r'#sha256= must follow the URL of a .zip file and precede 64 digits'):
@@ -180,3 +196,46 @@ def test_recipes_download_before_the_first_phase(server):
     server.content = b''
     with pytest.raises(InputError, match=r'phase 1 of 1 \(evaluate\): --tasks=core:'):
         recipe.check_inputs([[*phases[0][:2], f'--tasks=core:{server.url}?2']], [None])
+
+
+def test_the_proxy_of_the_environment_is_used(server, monkeypatch):
+    # The name of the host does not exist; only the proxy can answer.
+    monkeypatch.setenv('http_proxy', f'http://127.0.0.1:{server.server_port}')
+    monkeypatch.delenv('no_proxy', raising=False)
+    monkeypatch.delenv('NO_PROXY', raising=False)
+    object_store._filesystem.cache_clear()
+    url = 'http://bundles.invalid/eval_bundle.zip'
+    assert len(open_bundle(url)) == 3
+    assert {path for path in server.paths if path.startswith('http:')} == {url}
+
+
+def test_a_full_disk_is_one_line(server, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, 'extractall', full)
+        with pytest.raises(InputError, match='No space left on device') as caught:
+            open_bundle(server.url)
+        assert '\n' not in str(caught.value)
+    # The complete download is kept.
+    server.failing.update(range(0, 2**20))
+    assert len(open_bundle(server.url)) == 3
+
+
+def test_redirects_are_followed(server):
+    server.redirects['/latest/eval_bundle.zip'] = server.url
+    url = server.url.replace('/a/', '/latest/')
+    assert len(open_bundle(url + checksum(server.content))) == 3
+
+
+def test_paths_outside_the_cache_are_refused(server, tmp_path):
+    for name in ('../../../outside', '/tmp/outside', 'eval_bundle/../../outside'):
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, 'w') as archive:
+            archive.writestr(name, 'x')
+            archive.writestr('eval_bundle/core.yaml', 'x')
+        server.content = content.getvalue()
+        with pytest.raises(InputError, match='the zip file has the path'):
+            open_bundle(server.url + checksum(server.content))
+    assert not [path for path in tmp_path.rglob('*') if path.name == 'outside']

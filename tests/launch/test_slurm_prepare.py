@@ -119,6 +119,8 @@ def test_dry_run(programs):
         (['--', '--output', 'x'], '--tasks is missing'),
         (['--tasks=0', '--', '--output', 'x'], '--tasks=0: must be at least 1'),
         (['--tasks=two', '--', '--output', 'x'], '--tasks=two: give a whole number'),
+        (['--tasks=08', '--', '--output', 'x'], '--tasks=08: remove the leading zeros'),
+        (['--tasks=2', '-a', '0-3', '--', '--output', 'x'], '-a: this script sets it; use --tasks=N'),
         (['--tasks=2', '--', '--input', 'x'], '--output is missing: a directory or bucket that all nodes can reach'),
         (['--tasks=2', '--', '--output', 'x', '--stage=plan'], '--stage=plan: this script sets it; remove it'),
         (['--tasks=2', '--array=0-3', '--', '--output', 'x'], '--array=0-3: this script sets it; use --tasks=N'),

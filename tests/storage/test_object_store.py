@@ -25,6 +25,19 @@ def checksum(url):
     return read_checksum(*open_filesystem(url))
 
 
+def test_google_cloud_storage_through_the_proxy_of_the_environment(gcs, monkeypatch):
+    # The name of the host does not exist, so that only the proxy, which is the emulator, can answer.
+    monkeypatch.setenv('STORAGE_EMULATOR_HOST', 'http://storage.invalid')
+    object_store._filesystem.cache_clear()
+    with pytest.raises(InputError, match='no answer'):
+        read_file('gs://bucket/a')
+    for name in ('no_proxy', 'NO_PROXY'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('http_proxy', gcs.url)
+    object_store._filesystem.cache_clear()
+    assert read_file('gs://bucket/a') == b'content'
+
+
 def test_threads_share_a_file_system(gcs):
     found = []
     threads = [threading.Thread(target=lambda: found.append(open_filesystem('gs://bucket/a')[0])) for _ in range(4)]

@@ -116,11 +116,11 @@ def test_outage_at_the_start_does_not_start_a_new_run(gcs, tmp_path, log):
 
 def test_refused_access_at_the_start_is_reported_immediately(gcs, tmp_path):
     gcs.wire_faults.append(WireFault(status=403))
-    with pytest.raises(InputError, match=r'refused .*check the bucket name and the credentials'):
+    with pytest.raises(InputError, match=r'refused .*check the bucket and its region, the credentials'):
         RunStorage(tmp_path, URL).fetch()
 
 
-@pytest.mark.parametrize(('kind', 'advice'), [('gs', 'check the bucket name'), ('s3', 'does not exist')])
+@pytest.mark.parametrize(('kind', 'advice'), [('gs', 'check the bucket and'), ('s3', 'does not exist')])
 def test_missing_bucket(kind, advice, tmp_path, request):
     request.getfixturevalue('gcs' if kind == 'gs' else 's3')
     with pytest.raises(InputError, match=rf'{kind}://nobody/run/checkpoints: refused .*{advice}'):

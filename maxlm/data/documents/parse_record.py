@@ -56,6 +56,9 @@ def entry_document(name: str, source: str, entry: Any, options: ReadOptions) -> 
     if not has_text:
         hint = 'use --format=chat for conversations' if has_format(named) else 'set --text-field to the text field'
         hint = 'use --format=preference for preferences' if has_preference(named) else hint
+        if isinstance(entry, Mapping) and options.text_key in entry:
+            found = type(entry[options.text_key]).__name__.replace('NoneType', 'null')
+            raise ValueError(f'the key {options.text_key!r} contains {found}, not text; {hint}')
         raise ValueError(f'no text at the key {options.text_key!r}; {list_fields(entry)}; {hint}')
     text = field_value(entry, options.text_key)
     _refuse_surrogates(text)

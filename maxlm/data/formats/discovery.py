@@ -17,8 +17,9 @@ from pathlib import Path, PurePosixPath
 
 from maxlm.data.documents.read_options import MAX_RECORD_BYTES
 from maxlm.data.formats import hf_datasets, tfds
-from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, suffix_of, text_files
+from maxlm.data.formats.input_file import KIND_SUFFIXES, TEXT_SUFFIXES, InputFile, kind_of, text_files
 from maxlm.data.formats.tokens.archive_layout import MASK, describes_tokens
+from maxlm.data.formats.unread_files import as_dataset, refuse_unread
 from maxlm.errors import InputError
 from maxlm.storage import filesystem
 from maxlm.storage.errors import StorageError
@@ -26,7 +27,6 @@ from maxlm.storage.filesystem import Entry, display_path, is_url
 
 # Prefixes of datasets that are given by name, with the kind of their reader.
 DATASET_PREFIXES = {'hf:': 'hub', 'tfds:': 'tfds'}
-ARROW_SUFFIXES = ('.arrow', '.feather')
 SKIPPED_DIRECTORIES = ('__pycache__',)
 _WILDCARDS = re.compile(r'[*?[]')
 
@@ -103,7 +103,7 @@ def _files_of(
         entry = filesystem.stat(path)
         source = _last_component(path)
         if not entry.is_directory:
-            _refuse_unread([entry])
+            refuse_unread([entry])
             return [_input_file(entry, source, kind_of(entry.name) or 'text')]
         if hf_datasets.is_saved(path):
             return [_dataset(f'{hf_datasets.PREFIX}{path}', 'hub', max_record_bytes, max_files)]
@@ -113,7 +113,7 @@ def _files_of(
     except StorageError as error:
         raise InputError(f'{error}; give a file, a directory, a glob or a data set') from error
     if not files:
-        _refuse_unread(entries)
+        refuse_unread(entries, is_named=False)
         raise InputError(f'{display_path(path)} contains no text: {_searched()}; give other files by name')
     _refuse_mixed(path, files)
     return files
@@ -138,7 +138,7 @@ def _matches(glob: str, exclude: tuple[str, ...], on_skipped: OnSkipped) -> list
     found = {entry.name: entry for entry in _expand(root, '', patterns, exclude)}
     _refuse_saved(found.values())
     if is_named:
-        _refuse_unread(found.values())
+        refuse_unread(found.values())
     source = _last_component(root)
     files = _select_files([found[name] for name in sorted(found)], source, on_skipped, is_named=is_named)
     if not files:
@@ -174,30 +174,8 @@ def _refuse_saved(entries: Collection[Entry]) -> None:
         if name in hf_datasets.SAVED_FILES and any(other.startswith(folder and f'{folder}/') for other in arrow):
             root = entry.path.removesuffix(f'/{name}')
             raise InputError(
-                f'{display_path(root)} was written by save_to_disk; {_as_dataset(root)}, or skip it with --exclude'
+                f'{display_path(root)} was written by save_to_disk; {as_dataset(root)}, or skip it with --exclude'
             )
-
-
-def _refuse_unread(entries: Collection[Entry]) -> None:
-    for entry in entries:
-        name, path = entry.name.lower(), display_path(entry.path)
-        as_dataset = _as_dataset(entry.path.rpartition('/')[0] or '.')
-        if suffix_of(name) == '.json':
-            raise InputError(
-                f'{path}: .json files are not read, because their records would become one text; {as_dataset} to read '
-                'the .json files of its directory, or write one record per line into a .jsonl file'
-            )
-        if name.endswith(ARROW_SUFFIXES):
-            remedy = 'convert it to Parquet'
-            if name.endswith('.arrow'):
-                remedy = f'{as_dataset} to read the .arrow files of its directory, or {remedy}'
-            raise InputError(f'{path}: Arrow files are not read; {remedy}')
-
-
-def _as_dataset(directory: str) -> str:
-    if is_url(directory):
-        return 'copy it to a disk with maxlm fetch and give hf:DIRECTORY'
-    return f'give {hf_datasets.PREFIX}{directory}'
 
 
 def _split_glob(glob: str) -> tuple[str, list[str]]:

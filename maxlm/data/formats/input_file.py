@@ -23,7 +23,9 @@ TEXT_SUFFIXES = frozenset({
 })
 # fmt: on
 KIND_SUFFIXES = {
-    'jsonl': ('.jsonl', '.jsonl.gz', '.jsonl.zst', '.ndjson', '.ndjson.gz', '.ndjson.zst'),
+    'jsonl': tuple(
+        name + compression for name in ('.jsonl', '.ndjson', '.jsonlines') for compression in ('', *COMPRESSED_SUFFIXES)
+    ),
     'parquet': ('.parquet',),
     'tokens': ('.bin', '.npy', '.npz'),
 }

@@ -82,6 +82,9 @@ def read(file: InputFile, start: int, stop: int, options: ReadOptions, on_bad: O
             for group in range(start, min(stop, parquet.num_row_groups)):
                 first_row = row
                 row += parquet.metadata.row_group(group).num_rows
+                if row == first_row:
+                    # Writers of many partitions leave empty files, whose row group has no pages.
+                    continue
                 try:
                     rows = _batch_rows(content, parquet, group, chunks, file.path, options)
                     yield from _read_group(parquet, group, rows, first_row, file, options, on_bad, limit)
@@ -206,6 +209,9 @@ def _column_fault(schema: Any, options: ReadOptions) -> str:
 
     if fault := column_fault(schema.names, options, nested_columns(schema)):
         return fault
+    columns = record_fields(schema.names, options)
+    if repeated := [name for name in columns if schema.names.count(name) > 1]:
+        return f'{schema.names.count(repeated[0])} columns are named {repeated[0]!r}; rename or remove all but one'
     if options.format != 'text':
         return ''
     kind = field_value({field.name: _fields_of(field.type) for field in schema}, options.text_key)

@@ -91,12 +91,16 @@ class BucketParts:
                 raise lost_file(f'{redact(self.url)}/{name}')
 
     def remove_others(self, kept: Collection[str], is_ours: Callable[[str], bool]) -> None:
-        """Deletes the temporary files, and all files for which `is_ours` returns True unless `kept` contains them."""
+        """Deletes all files for which `is_ours` returns True unless `kept` contains them, and the temporary files last.
+
+        Does nothing without temporary files, because then an earlier call was not interrupted.
+        """
         listed = self._request(self._bucket.list)
-        names = [
-            name for name in listed if name.startswith(f'{WORK_DIRECTORY}/') or (is_ours(name) and name not in kept)
-        ]
-        self._in_threads(lambda name: self._bucket.delete([name]), names)
+        temporary = [name for name in listed if name.startswith(f'{WORK_DIRECTORY}/')]
+        if temporary:
+            others = [name for name in listed if is_ours(name) and name not in kept]
+            for names in (others, temporary):
+                self._in_threads(lambda name: self._bucket.delete([name]), names)
 
     def _fetch(self, names: Sequence[str], listed: dict[str, Listed]) -> None:
         def fetch(name: str) -> None:

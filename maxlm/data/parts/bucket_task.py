@@ -11,7 +11,7 @@ from maxlm.data.parts.part_store import WORK_DIRECTORY, PartTask
 from maxlm.data.parts.scratch import scratch_directory
 from maxlm.data.parts.versions import package_versions
 from maxlm.errors import InputError
-from maxlm.storage.bucket import Bucket, Listed, PermissionDeniedError
+from maxlm.storage.bucket import ACCESS_REMEDY, Bucket, Listed, PermissionDeniedError
 from maxlm.storage.download import RemoteFile, fetch_file
 from maxlm.storage.errors import TransientStorageError
 from maxlm.workdir.bucket_steps import upload_file
@@ -55,7 +55,7 @@ class BucketTask:
             with scratch_directory() as directory:
                 self._run(Bucket(self.url), directory, report)
         except PermissionDeniedError as error:
-            raise InputError(f'{error}; check the bucket, the credentials and their permissions') from error
+            raise InputError(f'{error}; {ACCESS_REMEDY}') from error
         except TransientStorageError as error:
             raise TransientError(str(error)) from error
 

@@ -24,7 +24,7 @@ from maxlm.data.formats.token_files import check_token_file
 from maxlm.data.parts.job import JOB_NAME, PreparationJob, check_job, make_job
 from maxlm.data.parts.part_store import PartStore, SharedDirectory
 from maxlm.data.parts.scratch import scratch_directory
-from maxlm.data.parts.share import ALL, PARALLEL, STAGES, parse_share
+from maxlm.data.parts.share import ALL, PARALLEL, STAGES, Share, parse_share
 from maxlm.data.prepare.existing_output import (
     OtherDataError,
     check_same_data,
@@ -163,7 +163,7 @@ def _publish(
 
     upload = Upload('--output', url, cache=options.cache, last=MANIFEST_NAME)
     if upload.is_complete():
-        return published(url, recipe.made_from, skip_failed=options.skip_failed)
+        return _completed(options, url, recipe)
     with scratch_directory(Path(options.cache).expanduser() / 'preparations') as directory:
         parts = BucketParts(url, directory)
         if options.stage or options.executor == 'ray' or parts.contains(JOB_NAME):
@@ -173,7 +173,7 @@ def _publish(
                 # Another command may have completed the data set and deleted its temporary files.
                 if not upload.is_complete():
                     raise
-                return published(url, recipe.made_from, skip_failed=options.skip_failed)
+                return _completed(options, url, recipe)
     upload.begin()
     try:
         lines, dataset = _prepare(options, upload.folder, recipe, partitions)
@@ -202,18 +202,36 @@ def _prepare_in_bucket(
     check_job(parts, job, name)
     parts.publish([TOKENIZER_FILE, TEXT_BOUNDARIES_FILE, CHAT_TEMPLATE_FILE, CLEANING_FILE])
     parts.publish([MANIFEST_NAME])
-    parts.remove_others({shard.name for split in dataset.splits.values() for shard in split.shards}, is_shard_name)
+    _remove_others(parts, dataset)
     lines = summary(dataset, f'wrote {parts.directory}', cleaned=bool(recipe.cleaning))
     return [line.replace(str(parts.directory), name) for line in lines], dataset
 
 
+def _completed(options: PrepareOptions, url: str, recipe: PrepareConfig) -> Prepared:
+    """Returns the summary and the manifest of a data set in a bucket. See `published`."""
+    from maxlm.data.parts.bucket_parts import BucketParts  # needs fsspec
+
+    lines, dataset = published(url, recipe.made_from, skip_failed=options.skip_failed)
+    # The command that completed it may have been killed before it deleted the temporary files.
+    _remove_others(BucketParts(url, Path()), dataset)
+    return lines, dataset
+
+
+def _remove_others(parts: BucketParts, dataset: DatasetManifest) -> None:
+    parts.remove_others({shard.name for split in dataset.splits.values() for shard in split.shards}, is_shard_name)
+
+
 def _stage_lines(options: PrepareOptions, name: str) -> list[str]:
     """Returns a line about a completed stage that does not complete the data set."""
-    share = parse_share(options.task, os.environ)
+    share = _share(options)
     part = f', task {share}' if share.count > 1 else ''
     after = f' after all {share.count} tasks' if share.count > 1 else ''
     next_stage = STAGES[STAGES.index(options.stage) + 1]
     return [f'{name}: completed stage {options.stage}{part}; run stage {next_stage}{after}']
+
+
+def _share(options: PrepareOptions) -> Share:
+    return parse_share(options.task, os.environ) if options.stage in PARALLEL else ALL
 
 
 def _recipe(options: PrepareOptions, training: Sequence[InputFile], validation: Sequence[InputFile]) -> PrepareConfig:
@@ -312,7 +330,7 @@ def _make(
     partitions: Sequence[Partition],
     store: PartStore | None = None,
 ) -> DatasetManifest | None:
-    share = parse_share(options.task, os.environ) if options.stage in PARALLEL else ALL
+    share = _share(options)
     workers = min(options.workers or num_cores(), max(len(share.of(partitions)), 1))
     # Other shares may be writing their files.
     remove_partial = (lambda _: None) if options.stage in PARALLEL else remove_partial_files

@@ -18,6 +18,8 @@ from maxlm.storage.regular_files import read_text
 # Number of skipped documents that are printed. dataset.json lists all of them.
 SKIPPED_SHOWN = 10
 SUFFIXES_SHOWN = 5
+# The loss on fewer documents that were held out says little about other documents.
+FEW_DOCUMENTS = 10
 
 
 def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[str]:
@@ -44,6 +46,9 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
         )
         if name == 'validation' and VALIDATION_NOTE in dataset.made_from:
             lines.append(f'    {dataset.made_from[VALIDATION_NOTE]}')
+        elif name == 'validation' and split.documents < FEW_DOCUMENTS and dataset.made_from.get('validation_share'):
+            lines.append(f'    fewer than {FEW_DOCUMENTS} {what}, so the validation loss is a rough estimate; for more')
+            lines[-1] += ', add text, raise --validation-fraction or use --validation'
         if len(split.sources) > 1:
             fractions = ', '.join(f'{source} {counts.share:.1%}' for source, counts in split.sources.items())
             lines.append(f'    {fractions}')

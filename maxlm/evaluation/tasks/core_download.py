@@ -44,6 +44,8 @@ def download_bundle(source: str, file_name: str, *, key: str) -> Path:
         InputError: the source is malformed or has no such directory, or it can be neither downloaded nor extracted.
     """
     url, has_checksum, sha256 = source.partition(CHECKSUM)
+    # Some programs print capital letters.
+    sha256 = sha256.lower()
     option = f'{key}=core:{redact(url)}'
     is_zip = urlsplit(url).path.endswith('.zip')
     if has_checksum and not (is_zip and re.fullmatch('[0-9a-f]{64}', sha256)):

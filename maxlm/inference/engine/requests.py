@@ -85,9 +85,11 @@ class Request:
         """Raises InputError if the request does not fit into the context, or an id is not below `num_ids`."""
         prompt_length = len(self.prompt)
         if prompt_length + self.max_tokens > max_context:
+            room = max_context - prompt_length
+            remedy = f'use at most {room} tokens, or shorten the prompt' if room > 0 else 'shorten the prompt'
             raise InputError(
                 f'max_tokens={self.max_tokens}: the prompt has {prompt_length} tokens and the context length is '
-                f'{max_context}; use at most {max(0, max_context - prompt_length)} tokens, or shorten the prompt'
+                f'{max_context}; {remedy}'
             )
         if not 0 <= min(self.prompt) <= max(self.prompt) < num_ids:
             raise InputError(f'token ids of the prompt must be from 0 to {num_ids - 1}')

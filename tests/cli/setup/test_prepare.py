@@ -193,6 +193,22 @@ def test_one_to_three_documents(tmp_path, capsys, count):
     assert ('validation: empty' in capsys.readouterr().out) == (count == 1)
 
 
+@pytest.mark.parametrize(('count', 'fraction', 'is_rough'), [(46, 0.01, True), (46, 0.4, False)])
+def test_a_rough_validation_loss_is_announced(tmp_path, capsys, count, fraction, is_rough):
+    (tmp_path / 'texts').mkdir()
+    for i in range(count):
+        (tmp_path / 'texts' / f'{i}.txt').write_text(f'text {i}')
+    arguments = ['--input', tmp_path / 'texts', '--tokenizer', 'bytes', '--validation-fraction', fraction]
+    assert run(*arguments, '--output', tmp_path / 'data') == 0
+    assert (load_manifest(tmp_path / 'data').splits['validation'].documents < 10) == is_rough
+    message = 'fewer than 10 documents, so the validation loss is a rough estimate'
+    assert (message in capsys.readouterr().out) == is_rough
+    # The user chose these documents.
+    (tmp_path / 'held-out.txt').write_text('held out')
+    assert run(*arguments[:-2], '--validation', tmp_path / 'held-out.txt', '--output', tmp_path / 'other') == 0
+    assert message not in capsys.readouterr().out
+
+
 LINES = ''.join(f'line {number} of the text\n' for number in range(100))
 
 

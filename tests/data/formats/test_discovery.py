@@ -11,7 +11,7 @@ from maxlm.data.formats.discovery import find_inputs, refuse_overlap
 from maxlm.data.formats.file_ranges import read_documents, split_file
 from maxlm.errors import InputError
 
-TREE = ('b.txt', 'a/z.py', 'a/y.md', '.hidden.txt', '.git/x.txt', '__pycache__/x.py', 'picture.png', 'skip/x.txt')
+TREE = ('b.txt', 'a/z.py', 'a/y.md', '.hidden.txt', '.git/x.txt', '__pycache__/x.py', 'page.xml', 'skip/x.txt')
 
 
 def fill(root, names):
@@ -141,7 +141,7 @@ def test_an_explicit_file_may_have_any_suffix(root, name, kind):
         ('bo*/a', ['books/a/y.md', 'books/a/z.py'], 'root'),
         ('*/*/y.md', ['books/a/y.md'], 'root'),
         # An explicit pattern selects any suffix, and hidden files if the pattern is hidden.
-        ('books/*.png', ['picture.png'], 'books'),
+        ('books/*.xml', ['page.xml'], 'books'),
         ('books/.*.txt', ['.hidden.txt'], 'books'),
     ],
 )

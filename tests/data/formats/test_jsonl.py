@@ -214,3 +214,11 @@ def test_conversations_are_documents(tmp_path, read):
     (tmp_path / 'x.jsonl').write_text('{"messages": [{"role": "bot"}]}')
     with pytest.raises(InputError, match=r"x\.jsonl:1: message 0 of 'messages' has the role 'bot'"):
         read(tmp_path / 'x.jsonl', format='auto')
+
+
+@pytest.mark.parametrize(('value', 'kind'), [('null', 'null'), ('5', 'int'), ('["a"]', 'list')])
+def test_a_text_of_another_type_is_named(tmp_path, bad_records, value, kind):
+    path = tmp_path / 'x.jsonl'
+    path.write_text(f'{{"text": "a"}}\n{{"text": {value}, "body": "b"}}\n')
+    message = f"the key 'text' contains {kind}, not text; set --text-field to the text field"
+    assert bad_records(path) == [('x.jsonl:2', f'{path}:2: {message}')]

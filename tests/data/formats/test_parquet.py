@@ -34,6 +34,31 @@ def test_types_and_compressions_of_text(tmp_path, read, kind, compression):
     assert [(d.name, d.text) for d in read(path)] == [('x.parquet:0', 'a'), ('x.parquet:3', 'ü')]
 
 
+def test_row_groups_without_rows(tmp_path, read, bad_records):
+    # Spark writes such a file for each empty partition.
+    empty = write(tmp_path / 'a.parquet', {'text': pa.array([], pa.string())})
+    assert pq.ParquetFile(empty).num_row_groups == 1
+    assert bad_records(empty) == []
+    with pq.ParquetWriter(tmp_path / 'b.parquet', pa.schema({'text': pa.string()})) as writer:
+        for texts in (['a'], [], ['b', 'c'], []):
+            writer.write_table(pa.table({'text': pa.array(texts, pa.string())}))
+    assert [(d.name, d.text) for d in read(tmp_path)] == [
+        ('b.parquet:0', 'a'),
+        ('b.parquet:1', 'b'),
+        ('b.parquet:2', 'c'),
+    ]
+
+
+def test_a_column_name_that_occurs_twice(tmp_path, read, bad_records):
+    columns = [pa.array(['a']), pa.array(['b']), pa.array(['c']), pa.array([1]), pa.array([2])]
+    path = tmp_path / 'x.parquet'
+    pq.write_table(pa.Table.from_arrays(columns, names=['text', 'text', 'body', 'id', 'id']), path)
+    message = "2 columns are named 'text'; rename or remove all but one"
+    assert bad_records(path) == [('x.parquet', f'{path}: {message}')]
+    assert [document.text for document in read(path, text_key='body')] == ['c']
+    assert bad_records(path, text_key='body', metadata_keys=('id',))[0][1].endswith(message.replace('text', 'id'))
+
+
 def test_only_requested_columns_are_kept(tmp_path, read):
     day = datetime.date(2024, 2, 3)
     path = write(tmp_path / 'x.parquet', {'body': ['a'], 'url': ['b'], 'day': [day], 'n': [[1]], 'raw': [b'\xff']})

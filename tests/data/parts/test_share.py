@@ -19,6 +19,38 @@ def test_the_share_of_an_array():
     assert parse_share('', {'SLURM_JOB_ID': '9'}) == ALL
 
 
+def _array(index, first, last, step):
+    names = ('ID', 'MIN', 'MAX', 'STEP')
+    values = (index, first, last, step)
+    return {f'SLURM_ARRAY_TASK_{name}': value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def test_the_shares_of_an_array_with_a_step():
+    # sbatch --array=3-13:4 submits the indices 3, 7 and 11.
+    shares = [parse_share('', _array(index, '3', '11', '4')) for index in ('3', '7', '11')]
+    assert shares == [Share(0, 3), Share(1, 3), Share(2, 3)]
+
+
+@pytest.mark.parametrize(
+    'values',
+    [
+        ('5', None, None, None),
+        ('5', None, '7', None),
+        ('2', '3', '7', '1'),
+        ('8', '3', '7', '1'),
+        ('4', '3', '7', '2'),
+        ('3', '3', '7', '0'),
+        ('x', '3', '7', '1'),
+        ('5', '-3', '7', '1'),
+    ],
+)
+def test_contradictory_variables_of_an_array(values):
+    with pytest.raises(
+        InputError, match=f'^SLURM_ARRAY_TASK_ID={values[0]}, .*: not the task of an array; give --task I/N'
+    ):
+        parse_share('', _array(*values))
+
+
 @pytest.mark.parametrize('text', ['2/2', '-1/2', '1', '0/0', 'a/b', '1/2/3', '٣/٤'])
 def test_bad_shares(text):
     with pytest.raises(InputError, match=f'--task={text}: must be I/N with I from 0 to N-1, for example 0/8'):

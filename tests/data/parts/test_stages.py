@@ -17,6 +17,7 @@ from maxlm.data.prepare.existing_output import locked
 from maxlm.data.prepare.write_shards import WriteShards
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
+from maxlm.storage.bucket import Bucket
 from tests.data.parts.stages import OPTIONS, objects, run_stages
 from tests.messages import assert_error_line
 from tests.preparing import contents, run
@@ -125,6 +126,34 @@ def test_kills_at_any_upload_leave_the_same_bytes(gcs, in_bucket, expected, monk
                     kills += 1
     assert objects(gcs) == expected
     assert kills > 5
+
+
+@pytest.mark.parametrize('stage', [[], ['--stage', 'merge']])
+def test_a_kill_after_the_manifest_leaves_no_temporary_files(gcs, in_bucket, expected, monkeypatch, stage):
+    assert run_stages(*in_bucket, stages=STAGES[:3]) == [0] * 5
+    gcs.put('bucket', 'web/train-00099.arrayrecord', b'of an earlier data set')
+    delete = Bucket.delete
+    deleted = []
+
+    def delete_or_die(bucket, names):
+        if 'web/dataset.json' in {name for _, name in gcs.objects}:
+            deleted.extend(names)
+            if len(deleted) > 3:
+                raise Killed
+        delete(bucket, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, 'delete', delete_or_die)
+        with pytest.raises(Killed):
+            run(*in_bucket, '--stage', 'merge')
+    assert 'web/train-00099.arrayrecord' not in {name for _, name in gcs.objects}
+    assert objects(gcs).keys() > expected.keys()
+    assert run(*in_bucket, *stage) == 0
+    assert objects(gcs) == expected
+    # Negative control: without temporary files, a file of the user is kept.
+    gcs.put('bucket', 'web/train-00099.arrayrecord', b'')
+    assert run(*in_bucket, *stage) == 0
+    assert len(objects(gcs)) == len(expected) + 1
 
 
 @pytest.mark.parametrize('damage', ['missing', 'truncated'])

@@ -99,7 +99,7 @@ def test_the_oldest_turns_are_dropped(model, engine):
     assert session.prompts[3] == f'<|system|>S<|user|>{"d" * 100}<|assistant|>'
     _, dropped, error = session.notes.splitlines()[:3]
     assert dropped == note
-    assert error.startswith('max_tokens=5: the prompt has 104 tokens and the context length is 100')
+    assert error == 'max_tokens=5: the prompt has 104 tokens and the context length is 100; shorten the prompt'
 
 
 def test_a_pipe_receives_only_answers(model, engine):
