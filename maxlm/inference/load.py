@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item, restore_params, without_mtp
+from maxlm.checkpoint.params import params_item, restore_params, without_training_modules
 from maxlm.config.resolve import resolve_on
 from maxlm.config.schema import Config, TrainConfig
 from maxlm.data.chat.encoder import ChatEncoder
@@ -84,7 +84,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
             f'--checkpoint={checkpoint}: is a reward model, which scores conversations and generates no text; use it '
             'with grpo.reward_model, or export it with maxlm hf export'
         )
-    saved_config = dataclasses.replace(saved_config, model=without_mtp(saved_config.model))
+    saved_config = dataclasses.replace(saved_config, model=without_training_modules(saved_config.model))
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():
         raise InputError(

@@ -61,17 +61,21 @@ class Decoder(nnx.Module):
         self.dense_blocks = stacked(dense, num_dense, 'dense_layers') if num_dense else None
         self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
         self.final_norm = Norm(config, config.dim, rngs=rngs, partitioning=partitioning)
-        untied = Linear(
-            (D,),
-            (V,),
-            in_axes=('embed',),
-            out_axes=('vocab',),
-            init=init.head,
-            use_bias=False,
-            matmul='default',
-            partitioning=partitioning,
-            rngs=rngs,
-        )
+
+        def make_head(outputs: int, axis: str, initializer: nnx.Initializer = init.head) -> Linear:
+            return Linear(
+                (D,),
+                (outputs,),
+                in_axes=('embed',),
+                out_axes=(axis,),
+                init=initializer,
+                use_bias=False,
+                matmul='default',
+                partitioning=partitioning,
+                rngs=rngs,
+            )
+
+        untied = make_head(V, 'vocab')
         self.head = None if config.tie_embeddings or config.reward_head else untied
 
         def make_mtp(rngs: nnx.Rngs) -> MtpModule:
@@ -84,21 +88,9 @@ class Decoder(nnx.Module):
         self.residual_scales, self.embedding_scales = of_stream.residual_scales, of_stream.embedding_scales
         self.smear_gate, self.smear_scale = of_stream.smear_gate, of_stream.smear_scale
         self.backout_scale = of_stream.backout_scale
-
-        def make_score() -> Linear:
-            return Linear(
-                (D,),
-                (1,),
-                in_axes=('embed',),
-                out_axes=('activation',),
-                init=init.head,
-                use_bias=False,
-                matmul='default',
-                partitioning=partitioning,
-                rngs=rngs,
-            )
-
-        self.score = make_score() if config.reward_head else None
+        self.score = make_head(1, 'activation') if config.reward_head else None
+        # Zero, so that the first advantages do not depend on random values (Ziegler et al. 2019).
+        self.value_head = make_head(1, 'activation', nnx.initializers.zeros) if config.value_head else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.config = config
@@ -238,9 +230,10 @@ class Decoder(nnx.Module):
         return kernel
 
     def scores(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Returns the scores of a reward model at each token, [B, T] in float32."""
-        assert self.score is not None, 'only a model with model.reward_head has scores'
-        kernel_D = self.partitioning.gathered(self.score.kernel[...], ('embed', 'activation'))[:, 0]
+        """Returns the scores of a reward model, or the outputs of a value head, at each token, [B, T] in float32."""
+        head = self.value_head if self.score is None else self.score
+        assert head is not None, 'only a model with model.reward_head or model.value_head has scores'
+        kernel_D = self.partitioning.gathered(head.kernel[...], ('embed', 'activation'))[:, 0]
         return jnp.einsum('BTD,D->BT', hidden_BTD.astype(jnp.float32), kernel_D, precision=jax.lax.Precision.HIGHEST)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:

@@ -28,7 +28,9 @@ from tests.small_posttraining import (
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async')
+# PPO with its KL divergence in the rewards.
+PPO = {'grpo__advantage_estimator': 'gae', 'grpo__kl_coef': 0.05, 'grpo__kl_in_reward': True}
+OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async', 'grpo_dynamic', 'grpo_ppo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -82,6 +84,8 @@ def commands(dataset, tmp_path_factory):
         ),
         'grpo': (grpo.main, grpo_arguments(prompts, **rewarded)),
         'grpo_async': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__async_rollouts=True)),
+        'grpo_dynamic': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__max_num_gen_batches=3)),
+        'grpo_ppo': (grpo.main, grpo_arguments(prompts, **rewarded, **PPO)),
     }
 
 
