@@ -267,6 +267,8 @@ def _check_estimator(grpo: GrpoConfig) -> None:
     estimator = f'grpo.advantage_estimator={grpo.advantage_estimator}'
     for keys, is_used, why in (
         (('gamma', 'lam', 'vf_coef', 'cliprange_value'), grpo.advantage_estimator == 'gae', estimator),
+        (('scale_rewards',), grpo.advantage_estimator == 'grpo', estimator),
+        (('epsilon',), grpo.loss_type != 'cispo', 'grpo.loss_type=cispo'),
         (('kl_estimator', 'kl_in_reward'), grpo.kl_coef > 0, 'grpo.kl_coef=0'),
     ):
         for key in keys:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -17,7 +18,7 @@ from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
-from maxlm.training.batch import BATCH_TYPES, OLD_VALUES, PROXIMAL, RETURNS
+from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened
 from maxlm.training.losses.grpo import kl_divergence, token_weights
@@ -25,8 +26,8 @@ from maxlm.training.reference import reference_params
 from maxlm.training.state import Params, TrainState
 from maxlm.training.update import working_params
 
-# Array of the log-probabilities by the reference, which only `with_advantages` uses.
-REFERENCE = 'reference_log_probs'
+# Array of the KL divergence of each token from the reference, which only `with_advantages` uses.
+KL = 'kl'
 
 
 def response_rows(config: Config, prompts: Sequence[np.ndarray], responses: Responses) -> Batch:
@@ -68,12 +69,11 @@ def with_advantages(config: Config, rows: Batch, rewards_N: np.ndarray) -> tuple
         rows: result of `response_rows` with the arrays of `make_passes`.
         rewards_N: reward of each response.
     """
-    grpo, rows, metrics = config.grpo, dict(rows), {}
-    predicted_NT = rows['predicted']
-    kl_NT = np.zeros_like(predicted_NT)
-    if (reference_NT := rows.pop(REFERENCE, None)) is not None:
-        log_ratio_NT = np.where(predicted_NT > 0, rows['old_log_probs'] - reference_NT, 0)
-        kl_NT = np.asarray(kl_divergence(log_ratio_NT, grpo.kl_estimator)) * predicted_NT
+    grpo, rows = config.grpo, dict(rows)
+    metrics: dict[str, float] = {}
+    predicted_NT, kl_NT = rows['predicted'], np.zeros_like(rows['predicted'])
+    if KL in rows:
+        kl_NT = rows.pop(KL)
         metrics['rollout/kl'] = float(kl_NT.sum() / predicted_NT.sum())
     if grpo.advantage_estimator == 'gae':
         values_NT, active_N = rows[OLD_VALUES], np.ones(len(rewards_N))
@@ -107,7 +107,7 @@ def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:
 def make_passes(config: Config, layout: Layout) -> Callable[[TrainState, Batch], Batch] | None:
     """Returns a function (state, rows [N, T]) → arrays of the model before the first update, float32 [N, T].
 
-    The arrays are PROXIMAL if `Config.has_proximal`, OLD_VALUES of a model with a value head, and REFERENCE with
+    The arrays are PROXIMAL if `Config.has_proximal`, OLD_VALUES of a model with a value head, and KL with
     `grpo.kl_in_reward`. Returns None if a run needs none of them.
 
     The program processes as many rows at a time as a micro-batch of the training step has. All processes call the
@@ -120,14 +120,18 @@ def make_passes(config: Config, layout: Layout) -> Callable[[TrainState, Batch],
     log_probs = make_log_probs(config, layout)
 
     def run(params: Params, stored: Params | None, batch_BT: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        used, found = working_params(config, layout, params), {}
+        used = working_params(config, layout, params)
+        found: dict[str, jax.Array] = {}
         if config.has_proximal or config.model.value_head:
             of_policy = log_probs(used, None, batch_BT, None)
             found |= {PROXIMAL: of_policy.log_probs_BT} if config.has_proximal else {}
             found |= {} if of_policy.values_BT is None else {OLD_VALUES: of_policy.values_BT}
         if has_reference:
             reference = reference_params(config, used, stored)
-            found[REFERENCE] = log_probs(reference, None, batch_BT, None).log_probs_BT
+            of_reference_BT = log_probs(reference, None, batch_BT, None).log_probs_BT
+            # Selected first: positions without a target may contain non-finite values.
+            log_ratio_BT = jnp.where(batch_BT['predicted'] > 0, batch_BT['old_log_probs'] - of_reference_BT, 0)
+            found[KL] = kl_divergence(log_ratio_BT, grpo.kl_estimator)
         return found
 
     options = deterministic_options(config, layout.platform)
@@ -137,7 +141,7 @@ def make_passes(config: Config, layout: Layout) -> Callable[[TrainState, Batch],
         local = layout.local_rows(rows)
         parts = []
         for start in range(0, len(batch['tokens']), rows):
-            part = {name: batch[name][start : start + rows][local] for name in BATCH_TYPES if name != 'weights'}
+            part = {name: values[start : start + rows][local] for name, values in batch.items()}
             parts.append(program(state.params, state.reference, layout.put_batch(part, rows)))
         return jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
 

@@ -54,7 +54,8 @@ def token_rewards(
         grpo: section `grpo` of the config.
         reward_model: reward model of `grpo.reward_model`.
     """
-    weights, found = parse_reward(reward, is_imported=False).weights, {}
+    weights = parse_reward(reward, is_imported=False).weights
+    found: dict[str, Sequence[float]] = {}
     if MODEL_SCORE in weights and reward_model is not None:
         found[MODEL_SCORE] = reward_model(prompts, responses).tolist()
     if OVERLONG in weights:

@@ -9,7 +9,7 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.rl.rewards.scorer import RewardScorer
-from maxlm.rl.rollout_batch import REFERENCE, gather_scores, make_passes, response_rows, scored_rows, with_advantages
+from maxlm.rl.rollout_batch import KL, gather_scores, make_passes, response_rows, scored_rows, with_advantages
 from maxlm.rl.rollout_generator import Responses, Sampler
 from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_forward, make_log_probs
@@ -94,10 +94,15 @@ def test_passes_give_values_and_the_reference(sampled):
     ppo = dataclasses.replace(config, model=dataclasses.replace(config.model, value_head=True), grpo=grpo, train=train)
     kernel = np.random.default_rng(0).normal(size=(config.model.dim, 1)).astype(np.float32)
     params = {**params, 'value_head': {'kernel': kernel}}
-    found = make_passes(ppo, layout)(types.SimpleNamespace(params=params, reference=params), batch)
-    predicted = batch['predicted'] > 0
-    # The reference is the policy itself.
-    assert np.abs(found[REFERENCE] - batch['old_log_probs'])[predicted].max() < 1e-4
+    passes, predicted = make_passes(ppo, layout), batch['predicted'] > 0
+    other = jax.tree.map(lambda leaf: 0.9 * leaf, params)
+    found, same = (passes(types.SimpleNamespace(params=params, reference=each), batch) for each in (other, params))
+    log_probs = make_log_probs(config, layout)(other, None, layout.put_batch(batch, 6), None).log_probs_BT
+    log_ratio = np.where(predicted, batch['old_log_probs'] - np.asarray(log_probs), 0)
+    np.testing.assert_allclose(found[KL], np.exp(-log_ratio) - 1 + log_ratio, atol=1e-4)
+    assert found[KL].max() > 0.01
+    # A policy does not differ from itself.
+    assert np.abs(same[KL]).max() < 1e-4
     hidden, *_ = make_forward(ppo, layout)(params, None, layout.put_batch(batch, 6), None)
     np.testing.assert_allclose(found[OLD_VALUES], np.asarray(hidden) @ kernel[:, 0], rtol=1e-4, atol=1e-5)
     assert found[OLD_VALUES][predicted].std() > 0.1
@@ -107,12 +112,11 @@ GAE = GrpoConfig(num_generations=1, advantage_estimator='gae', kl_coef=0.1, kl_i
 
 
 def rows_of_table():
-    """Returns two responses of two tokens and one token, with values and a reference."""
+    """Returns two responses of two tokens and one token, with values and KL divergences."""
     predicted = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
-    old = np.array([[9, -1, -2, 9], [9, 9, -1, 9]], np.float32)
-    reference = np.array([[7, -1.5, -1, 7], [7, 7, -3, 7]], np.float32)
+    kl = np.array([[0, 0.5, -1, 0], [0, 0, 2, 0]], np.float32)
     values = np.array([[5, 0.2, 0.4, 5], [5, 5, -0.5, 5]], np.float32)
-    return {'predicted': predicted, 'old_log_probs': old, REFERENCE: reference, OLD_VALUES: values}
+    return {'predicted': predicted, KL: kl, OLD_VALUES: values}
 
 
 def test_reward_and_kl_are_those_of_the_tokens():
@@ -120,14 +124,13 @@ def test_reward_and_kl_are_those_of_the_tokens():
     config = types.SimpleNamespace(grpo=GAE)
     rows = rows_of_table()
     batch, metrics = with_advantages(config, rows, np.array([1, -1], np.float32))
-    # log p/q is 0.5, -1 and 2.
     rewards = np.array([[0, -0.05, 1 + 0.1, 0], [0, 0, -1 - 0.2, 0]])
     expected = generalized_advantages(rewards, rows[OLD_VALUES], rows['predicted'], GAE)
     np.testing.assert_allclose(batch[RETURNS], expected.returns, rtol=1e-5)
     np.testing.assert_allclose(batch['advantages'], whitened(expected.advantages, rows['predicted']), rtol=1e-5)
     np.testing.assert_allclose(metrics['rollout/kl'], (0.5 - 1 + 2) / 3, rtol=1e-6)
     np.testing.assert_array_equal(batch['weights'], rows['predicted'])
-    assert REFERENCE not in batch
+    assert KL not in batch
 
 
 def test_kl_of_a_response_lowers_its_reward():
