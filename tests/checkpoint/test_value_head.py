@@ -20,7 +20,7 @@ from tests.training.test_ppo import PPO as SETTINGS
 from tests.training.test_ppo import batch_of
 
 LLAMA = {'model__family': 'llama'}
-PPO = {**LLAMA, **SETTINGS, 'train__init_from': 'base'}
+PPO = {**LLAMA, **SETTINGS}
 LEFT_OUT = 'left out the value head'
 NAME = 'value_head.kernel'
 

@@ -68,7 +68,7 @@ def test_proximal_log_probabilities_are_those_of_the_sampler(sampled):
     config, layout, params, _, batch = sampled
     # Three rows at a time.
     train = dataclasses.replace(config.train, per_device_batch_size=3)
-    grpo = dataclasses.replace(config.grpo, async_rollouts=True, num_iterations=2)
+    grpo = dataclasses.replace(config.grpo, async_rollouts=True, prompts_per_rollout=3, num_iterations=2)
     passes = make_passes(dataclasses.replace(config, train=train, grpo=grpo), layout)
     predicted = batch['predicted'] > 0
 
@@ -97,7 +97,7 @@ def test_passes_give_values_and_the_reference(sampled):
     passes, predicted = make_passes(ppo, layout), batch['predicted'] > 0
     other = jax.tree.map(lambda leaf: 0.9 * leaf, params)
     found, same = (passes(types.SimpleNamespace(params=params, reference=each), batch) for each in (other, params))
-    log_probs = make_log_probs(config, layout)(other, None, layout.put_batch(batch, 6), None).log_probs_BT
+    log_probs = make_log_probs(ppo, layout)(other, None, layout.put_batch(batch, 6), None).log_probs_BT
     log_ratio = np.where(predicted, batch['old_log_probs'] - np.asarray(log_probs), 0)
     np.testing.assert_allclose(found[KL], np.exp(-log_ratio) - 1 + log_ratio, atol=1e-4)
     assert found[KL].max() > 0.01

@@ -77,6 +77,7 @@ def make_trainer(kind, model, **settings):
         gather_for_metrics=unchanged,
         reduce=unchanged,
         autocast=contextlib.nullcontext,
+        sync_gradients=False,
     )
     args = SimpleNamespace(
         gradient_checkpointing_kwargs=None,
