@@ -242,7 +242,8 @@ def restore_or_initialize(
         state = state._replace(reference=read_teacher(config, abstract))
     elif abstract.reference is not None:
         origin = open_initial(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
-        has_new_params = config.model.lora_rank or origin.upcycled is not None
+        # The names are enough to know whether random parameters are needed.
+        has_new_params = bool(origin.missing(abstract.params))
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract.reference))
