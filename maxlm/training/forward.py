@@ -81,7 +81,8 @@ def make_log_probs(
         )
         if config.model.value_head:
             found = found._replace(values_BT=model.scores(hidden_BTD))
-        return jax.tree.map(lambda x: partitioning.constrain(x, ('batch', 'length')), found)
+        placed: TokenLogProbs = jax.tree.map(lambda x: partitioning.constrain(x, ('batch', 'length')), found)
+        return placed
 
     return log_probs
 
