@@ -109,8 +109,11 @@ def policy_sums(
     all of its tokens. With cispo, the first term is -w · min(r, epsilon_high) · A · log p, and only log p has a
     gradient (MiniMax 2025). KL is `kl_divergence` from the reference, and H the entropy of the softmax.
 
-    With `values`, the sum contains vf_coef / 2 · max((v - R)², (clip(v, v' - c, v' + c) - R)²) with the value v, the
-    old value v', the return R and c = cliprange_value, as PPO of OpenAI Baselines (Dhariwal et al. 2017).
+    With `values`, the sum contains the loss of the value head, as in OpenAI Baselines (Dhariwal et al. 2017):
+
+        vf_coef / 2 · max((v - R)², (clip(v, v' - c, v' + c) - R)²)
+
+    Here v is the value, v' the old value, R the return and c = cliprange_value.
 
     With `async_rollouts`, the policy that sampled the tokens is older than the proximal policy, which is the policy
     before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative to the
