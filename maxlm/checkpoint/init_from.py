@@ -16,15 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
-from maxlm.checkpoint.params import (
-    HEAD,
-    check_params,
-    ignored_head,
-    is_training_module,
-    params_item,
-    restore_params,
-    unused_modules,
-)
+from maxlm.checkpoint.params import HEAD, check_params, is_training_module, params_item, restore_params, unused_params
 from maxlm.checkpoint.upcycle import (
     check_upcycling,
     dense_parameters,
@@ -164,8 +156,8 @@ def open_init_checkpoint(
             f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization, '
             'or train adapters with model.lora_rank and model.weight_quantization'
         )
-    ignored = ignored_head(path, has, config.model)
-    has = {name: leaf for name, leaf in has.items() if name not in unused_modules(has, wants) | ignored}
+    ignored = unused_params(path, has, wants, config.model)
+    has = {name: leaf for name, leaf in has.items() if name not in ignored}
     before = read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)

@@ -59,12 +59,15 @@ def unused_modules(stored: Iterable[str], expected: Iterable[str] = ()) -> set[s
     return {name for name in stored if is_training_module(name) and name.partition('.')[0] not in used}
 
 
-def ignored_head(path: Any, stored: Iterable[str], model: ModelConfig) -> frozenset[str]:
-    """Returns the stored output head that a model does not use because it is a reward model.
+def unused_params(path: Any, stored: Collection[str], expected: Iterable[str], model: ModelConfig) -> set[str]:
+    """Returns the names of stored parameters that a model does not use: `unused_modules`, and a reward model's head.
+
+    A reward model has no head of the vocabulary.
 
     Args:
         path: path of the stored parameters.
         stored: their names.
+        expected: names of the parameters of the model.
         model: config of the model that starts with them.
 
     Raises:
@@ -75,7 +78,7 @@ def ignored_head(path: Any, stored: Iterable[str], model: ModelConfig) -> frozen
             f'{path}: is a reward model, which predicts no tokens; set train.init_from to a language model, or set '
             'train.objective=reward'
         )
-    return frozenset({HEAD} & {*stored} if model.reward_head else ())
+    return unused_modules(stored, expected) | ({HEAD} & {*stored} if model.reward_head else set())
 
 
 def is_training_module(name: str) -> bool:

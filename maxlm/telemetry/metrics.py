@@ -191,18 +191,12 @@ METRICS: dict[str, Metric] = {
     'rollout/reward_errors': Metric(
         '', 'fraction of responses for which a reward in the sandbox of grpo.sandbox_functions failed'
     ),
-    'rollout/frac_reward_zero_std': Metric(
-        '', 'fraction of groups whose responses all have the same reward, before dynamic sampling'
-    ),
+    'rollout/frac_reward_zero_std': Metric('', 'fraction of groups with equal rewards, before dynamic sampling'),
     'rollout/mean_length': Metric('tokens', 'mean length of the responses'),
     'rollout/clipped_ratio': Metric('', 'fraction of responses truncated at grpo.max_completion_length'),
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
-    'rollout/kl': Metric(
-        'nats/token', 'KL divergence from the initial model that grpo.kl_in_reward subtracts, before the factor kl_coef'
-    ),
-    'rollout/explained_variance': Metric(
-        '', 'PPO: 1 - variance of the errors of the values / variance of the returns; 1 = exact values'
-    ),
+    'rollout/kl': Metric('nats/token', 'with grpo.kl_in_reward: KL divergence from the initial model'),
+    'rollout/explained_variance': Metric('', 'PPO: 1 - variance of the errors of the values / variance of the returns'),
     'rollout/num_gen_batches': Metric('', 'dynamic sampling: number of times that responses were generated'),
     'rollout/unfilled_groups': Metric('', 'dynamic sampling: fraction of groups that still have equal rewards'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
