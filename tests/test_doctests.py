@@ -8,6 +8,8 @@ import pytest
 MODULES = (
     'maxlm.config.validation_optimizer',
     'maxlm.inference.sampling',
+    'maxlm.rl.token_rewards',
+    'maxlm.training.losses.advantages',
     'maxlm.training.losses.cross_entropy',
     'maxlm.training.losses.distillation',
     'maxlm.training.losses.grpo',

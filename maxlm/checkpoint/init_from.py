@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxlm.checkpoint import checksums
 from maxlm.checkpoint.item_metadata import descriptions, item_metadata, key_name, named_leaves
-from maxlm.checkpoint.params import HEAD, check_params, ignored_head, is_mtp, params_item, restore_params, unused_mtp
+from maxlm.checkpoint.params import HEAD, check_params, is_training_module, params_item, restore_params, unused_params
 from maxlm.checkpoint.upcycle import (
     check_upcycling,
     dense_parameters,
@@ -130,7 +130,7 @@ def open_init_checkpoint(
 ) -> InitCheckpoint:
     """Compares a step with the parameters of a run, without reading its arrays.
 
-    Missing adapters, modules of multi-token prediction and the head of a reward model are freshly initialized; modules
+    Missing adapters, modules that only training uses and the head of a reward model are freshly initialized; modules
     and an output head of the checkpoint are ignored if the config has none. The vocabulary may be smaller than the
     run's if the run's tokenizer extends the checkpoint's. A dense checkpoint can initialize a model with experts; see
     `maxlm.checkpoint.upcycle`. All other parameters must exist with the shapes of the config.
@@ -156,8 +156,8 @@ def open_init_checkpoint(
             f'{path}: quantized weights cannot be trained; set train.init_from to the checkpoint before quantization, '
             'or train adapters with model.lora_rank and model.weight_quantization'
         )
-    ignored = ignored_head(path, has, config.model)
-    has = {name: leaf for name, leaf in has.items() if name not in unused_mtp(has, wants) | ignored}
+    ignored = unused_params(path, has, wants, config.model)
+    has = {name: leaf for name, leaf in has.items() if name not in ignored}
     before = read_run_config(step)
     _check_adapters(path, has, wants, config.model, None if before is None else before.model)
     _check_positions(path, has, wants)
@@ -175,7 +175,7 @@ def open_init_checkpoint(
                     found[key] = inner
             elif vocab_resize is not None and name in VOCABULARY:
                 found[key] = _stored_table(value, has[name].shape, VOCABULARY[name])
-            elif name in has or not (key in ADAPTERS or is_mtp(name) or name == SCORE_KERNEL):
+            elif name in has or not (key in ADAPTERS or is_training_module(name) or name == SCORE_KERNEL):
                 found[key] = value
         return found
 

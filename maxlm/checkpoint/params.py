@@ -17,13 +17,18 @@ from maxlm.config.schema import ModelConfig
 from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.model.mtp import MTP
-from maxlm.model.parameters import SCORE_KERNEL
+from maxlm.model.parameters import SCORE_KERNEL, VALUE_HEAD
 from maxlm.training.state import Params
 from maxlm.workdir.step_dirs import to_path
 
 HEAD = 'head.kernel'
 # Path component of every array that is stacked over layers: [L, …].
 STACK = 'blocks'
+# Modules that only training uses, by the first name of their parameters.
+TRAINING_MODULES = {
+    MTP: 'the modules of multi-token prediction, which only training with model.mtp_depth uses',
+    VALUE_HEAD: 'the value head, which only training with grpo.advantage_estimator=gae uses',
+}
 
 
 def restore_params(
@@ -39,9 +44,8 @@ def restore_params(
     """
     path = to_path(step_directory) / item
     stored = checksums.read_checksums(path.parent)
-    unused = check_tree(path, abstract, stored=stored, may_have_mtp=True, ignored=ignored)
-    if any(map(is_mtp, unused)):
-        log_unused_mtp(path)
+    unused = check_tree(path, abstract, stored=stored, may_have_modules=True, ignored=ignored)
+    log_unused_modules(path, unused)
     params = read_arrays(path, abstract, is_complete=not unused)
     if stored is not None:
         used = {name: text for name, text in stored.get(item, {}).items() if name not in unused}
@@ -49,19 +53,21 @@ def restore_params(
     return params
 
 
-def unused_mtp(stored: Iterable[str], expected: Iterable[str] = ()) -> set[str]:
-    """Returns the names of stored parameters of multi-token prediction, or nothing if the model has such parameters."""
-    if any(is_mtp(name) for name in expected):
-        return set()
-    return {name for name in stored if is_mtp(name)}
+def unused_modules(stored: Iterable[str], expected: Iterable[str] = ()) -> set[str]:
+    """Returns the names of stored parameters of `TRAINING_MODULES` that the expected parameters lack."""
+    used = {name.partition('.')[0] for name in expected}
+    return {name for name in stored if is_training_module(name) and name.partition('.')[0] not in used}
 
 
-def ignored_head(path: Any, stored: Iterable[str], model: ModelConfig) -> frozenset[str]:
-    """Returns the stored output head that a model does not use because it is a reward model.
+def unused_params(path: Any, stored: Collection[str], expected: Iterable[str], model: ModelConfig) -> set[str]:
+    """Returns the names of stored parameters that a model does not use: `unused_modules`, and a reward model's head.
+
+    A reward model has no head of the vocabulary.
 
     Args:
         path: path of the stored parameters.
         stored: their names.
+        expected: names of the parameters of the model.
         model: config of the model that starts with them.
 
     Raises:
@@ -72,24 +78,24 @@ def ignored_head(path: Any, stored: Iterable[str], model: ModelConfig) -> frozen
             f'{path}: is a reward model, which predicts no tokens; set train.init_from to a language model, or set '
             'train.objective=reward'
         )
-    return frozenset({HEAD} & {*stored} if model.reward_head else ())
+    return unused_modules(stored, expected) | ({HEAD} & {*stored} if model.reward_head else set())
 
 
-def is_mtp(name: str) -> bool:
-    """Returns True if the parameter with this dotted name belongs to a module of multi-token prediction."""
-    return name.startswith(f'{MTP}.')
+def is_training_module(name: str) -> bool:
+    """Returns True if the parameter with this dotted name belongs to one of `TRAINING_MODULES`."""
+    return name.partition('.')[0] in TRAINING_MODULES
 
 
-def log_unused_mtp(path: Any) -> None:
-    """Logs that the modules of multi-token prediction of an item are not read."""
-    logger.info(
-        f'{path}: left out the modules of multi-token prediction, which only training with model.mtp_depth uses'
-    )
+def log_unused_modules(path: Any, unused: Iterable[str]) -> None:
+    """Logs which modules of an item are not read, from the names of its unused parameters."""
+    found = {name.partition('.')[0] for name in unused}
+    if texts := [text for name, text in TRAINING_MODULES.items() if name in found]:
+        logger.info(f'{path}: left out {" and ".join(texts)}')
 
 
-def without_mtp(model: ModelConfig) -> ModelConfig:
-    """Returns the model config without modules of multi-token prediction."""
-    return dataclasses.replace(model, mtp_depth=0)
+def without_training_modules(model: ModelConfig) -> ModelConfig:
+    """Returns the model config without the modules that only training uses."""
+    return dataclasses.replace(model, mtp_depth=0, value_head=False)
 
 
 def params_item(step_directory: epath.Path) -> str:
@@ -106,7 +112,7 @@ def check_params(step_directory: epath.Path, abstract: Params, ignored: Collecti
     advice = 'choose a checkpoint of this model, or configure the model of the checkpoint'
     path = to_path(step_directory) / params_item(step_directory)
     sums = checksums.read_checksums(path.parent)
-    check_tree(path, abstract, advice, stored=sums, may_have_mtp=True, ignored=ignored)
+    check_tree(path, abstract, advice, stored=sums, may_have_modules=True, ignored=ignored)
 
 
 def copy_params(params: Params) -> Params:
@@ -167,7 +173,7 @@ def check_tree(
     advice: str = 'choose another --workdir or the config it was trained with',
     *,
     stored: Mapping[str, checksums.Sums] | None,
-    may_have_mtp: bool = False,
+    may_have_modules: bool = False,
     ignored: Collection[str] = (),
 ) -> set[str]:
     """Compares stored names, shapes and dtypes with the expected ones. Orbax would silently cast dtypes.
@@ -177,7 +183,7 @@ def check_tree(
         abstract: expected tree.
         advice: remedy at the end of the error message.
         stored: checksums of the step, if any. They distinguish corruption from another model.
-        may_have_mtp: the item may contain modules of multi-token prediction that `abstract` lacks.
+        may_have_modules: the item may contain `TRAINING_MODULES` that `abstract` lacks.
         ignored: names of other arrays that the item may contain and `abstract` lacks.
 
     Returns:
@@ -191,8 +197,8 @@ def check_tree(
     if stored is not None:
         checksums.check_descriptions(path, stored, has)
     unused = {*ignored} & has.keys()
-    if may_have_mtp:
-        unused |= unused_mtp(has, wants)
+    if may_have_modules:
+        unused |= unused_modules(has, wants)
     for name in sorted((has.keys() | wants.keys()) - unused):
         if has.get(name) != wants.get(name):
             found = has.get(name, 'missing')

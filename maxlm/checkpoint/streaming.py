@@ -23,8 +23,9 @@ from orbax.checkpoint import type_handlers
 
 from maxlm.checkpoint.checksums import array_checksum, read_checksums, verify_checksums
 from maxlm.checkpoint.item_metadata import item_metadata, translate_errors
-from maxlm.checkpoint.params import log_unused_mtp, unused_mtp
+from maxlm.checkpoint.params import log_unused_modules, unused_modules
 from maxlm.errors import InputError, os_message
+from maxlm.model.mtp import MTP
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, to_path
 
 # Size of the stored chunks. A reader decodes complete chunks even if it needs only a part. Each chunk is an entry in
@@ -66,8 +67,8 @@ class ParamsReader:
         self._path = to_path(step_directory) / item
         tree = item_metadata(self._path)
         described = {leaf.name: leaf for leaf in jax.tree.leaves(tree)}
-        if not with_mtp and (unused := unused_mtp(described)):
-            log_unused_mtp(self._path)
+        if unused := unused_modules(described, [MTP] if with_mtp else []):
+            log_unused_modules(self._path, unused)
             described = {name: leaf for name, leaf in described.items() if name not in unused}
         for name, leaf in described.items():
             if leaf.dtype != np.float32 and not may_be_quantized:

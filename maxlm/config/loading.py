@@ -24,7 +24,7 @@ from maxlm.config.sections.declaration import Form
 from maxlm.config.sections.model import FAMILY
 from maxlm.config.serialization import HIDDEN, is_secret, make_config, read_json, to_json
 from maxlm.config.validation import EXCLUSIVE, check_paths, validate
-from maxlm.config.validation_rl import with_grpo_defaults, with_reward_head
+from maxlm.config.validation_rl import with_grpo_defaults, with_heads
 from maxlm.errors import InputError, nearest, os_message
 from maxlm.storage.filesystem import is_url, read_bytes
 from maxlm.storage.regular_files import MAX_TEXT_BYTES, NotRegularError, check_regular, read_text
@@ -157,7 +157,7 @@ def build(values: ConfigDict) -> Config:
     """Converts a ConfigDict to a validated, frozen Config, with the settings of family and objective filled in."""
     config = _freeze(values)
     validate(config)
-    return check_paths(with_reward_head(with_grpo_defaults(config)))
+    return check_paths(with_heads(with_grpo_defaults(config)))
 
 
 def _freeze(values: ConfigDict) -> Config:

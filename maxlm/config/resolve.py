@@ -215,6 +215,7 @@ def _resolved_frozen(
         remat_policy='none',
         dropout=0.0,
         mtp_depth=0,
+        value_head=False,
     )
     if model.weight_quantization != 'float':
         raise InputError(f'{name} is quantized; choose the checkpoint before quantization')

@@ -104,11 +104,14 @@ def check_reward(config: Config) -> None:
             )
 
 
-def with_reward_head(config: Config) -> Config:
-    """Returns the config of a run that trains a reward model with the head of one, and other configs unchanged."""
-    if config.train.objective != 'reward':
+def with_heads(config: Config) -> Config:
+    """Returns the config of a run with the heads of its objective: that of a reward model, or the value head of PPO."""
+    objective, model = config.train.objective, config.model
+    reward_head = model.reward_head or objective == 'reward'
+    value_head = objective == 'grpo' and config.grpo.advantage_estimator == 'gae'
+    if (reward_head, value_head) == (model.reward_head, model.value_head):
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, reward_head=True))
+    return dataclasses.replace(config, model=dataclasses.replace(model, reward_head=reward_head, value_head=value_head))
 
 
 def check_trained(config: Config) -> None:
@@ -219,6 +222,7 @@ def check_grpo(config: Config) -> None:
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
             'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
         )
+    _check_estimator(grpo)
     if grpo.max_completion_length >= seq_len:
         raise InputError(
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
@@ -261,6 +265,40 @@ def check_grpo(config: Config) -> None:
             raise InputError(
                 f'{key}={value!r}: not supported by maxlm grpo; set it to {expected!r}{_WHY_NOT.get(key, "")}'
             )
+
+
+def _check_estimator(grpo: GrpoConfig) -> None:
+    """Checks the keys of advantages, losses and dynamic sampling, which depend on each other."""
+    estimator = f'grpo.advantage_estimator={grpo.advantage_estimator}'
+    for keys, is_used, why in (
+        (('gamma', 'lam', 'vf_coef', 'cliprange_value'), grpo.advantage_estimator == 'gae', estimator),
+        (('scale_rewards',), grpo.advantage_estimator == 'grpo', estimator),
+        (('epsilon',), grpo.loss_type != 'cispo', 'grpo.loss_type=cispo'),
+        (('kl_estimator', 'kl_in_reward'), grpo.kl_coef > 0, 'grpo.kl_coef=0'),
+    ):
+        for key in keys:
+            if not is_used and (value := getattr(grpo, key)) != getattr(GrpoConfig, key):
+                raise InputError(f'grpo.{key}={value} has no effect with {why}; remove the key')
+    if grpo.num_generations == 1 and grpo.advantage_estimator != 'gae':
+        raise InputError(
+            f'grpo.num_generations=1 with {estimator}: the advantage of a single response is always 0; set '
+            'grpo.num_generations=2 or more, or grpo.advantage_estimator=gae'
+        )
+    if grpo.loss_type == 'cispo' and grpo.epsilon_high < 1:
+        raise InputError(
+            f'grpo.epsilon_high={grpo.epsilon_high:g} with grpo.loss_type=cispo: it is the largest ratio itself; set '
+            'it to 1 or more, e.g. 5'
+        )
+    if grpo.max_num_gen_batches > 1:
+        for key, value, expected in (
+            ('async_rollouts', grpo.async_rollouts, False),
+            ('advantage_estimator', grpo.advantage_estimator == 'gae' and 'gae', False),
+        ):
+            if value != expected:
+                raise InputError(
+                    f'grpo.max_num_gen_batches={grpo.max_num_gen_batches} with grpo.{key}={value}: not supported by '
+                    'dynamic sampling; set grpo.max_num_gen_batches=1'
+                )
 
 
 # Reasons why a key must not have its default or another value, appended to the error message.

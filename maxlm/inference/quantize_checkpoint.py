@@ -14,7 +14,7 @@ import numpy as np
 from maxlm.checkpoint.conversion.quantized import quantized_arrays
 from maxlm.checkpoint.fetch import find_local_step
 from maxlm.checkpoint.item_metadata import named_leaves
-from maxlm.checkpoint.params import params_item, without_mtp
+from maxlm.checkpoint.params import params_item, without_training_modules
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.schema import Config
 from maxlm.config.sections.model import NO_FP8
@@ -87,7 +87,7 @@ def quantized_config(config: Config, weights: Weights, source: str) -> Config:
         )
     # Quantized kernels are multiplied in the compute dtype; they cannot be quantized again for the matmul.
     model = dataclasses.replace(
-        without_mtp(model),
+        without_training_modules(model),
         weight_quantization=weights.kind,
         quantization_group_size=weights.group,
         **NO_FP8,

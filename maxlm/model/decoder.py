@@ -63,13 +63,13 @@ class Decoder(nnx.Module):
         self.blocks = stacked(config, config.num_layers - num_dense, 'layers')
         self.final_norm = Norm(config, config.dim, rngs=rngs, partitioning=partitioning)
 
-        def make_head(num_outputs: int, axis: str) -> Linear:
+        def make_head(outputs: int, axis: str, initializer: nnx.Initializer = init.head) -> Linear:
             return Linear(
                 (D,),
-                (num_outputs,),
+                (outputs,),
                 in_axes=('embed',),
                 out_axes=(axis,),
-                init=init.head,
+                init=initializer,
                 use_bias=False,
                 matmul='default',
                 partitioning=partitioning,
@@ -91,6 +91,8 @@ class Decoder(nnx.Module):
         self.smear_gate, self.smear_scale = of_stream.smear_gate, of_stream.smear_scale
         self.backout_scale = of_stream.backout_scale
         self.score = make_head(1, 'activation') if config.reward_head else None
+        # Zero, so that the first advantages do not depend on random values (Ziegler et al. 2019).
+        self.value_head = make_head(1, 'activation', nnx.initializers.zeros) if config.value_head else None
         # True if the kernel of the logits is stored transposed, as [V, D].
         self.is_transposed = False
         self.packed_head: PackedHead | None = None
@@ -231,9 +233,10 @@ class Decoder(nnx.Module):
         return kernel
 
     def scores(self, hidden_BTD: jax.Array) -> jax.Array:
-        """Returns the scores of a reward model at each token, [B, T] in float32."""
-        assert self.score is not None, 'only a model with model.reward_head has scores'
-        kernel_D = self.partitioning.gathered(self.score.kernel[...], ('embed', 'activation'))[:, 0]
+        """Returns the scores of a reward model, or the outputs of a value head, at each token, [B, T] in float32."""
+        head = self.value_head if self.score is None else self.score
+        assert head is not None, 'only a model with model.reward_head or model.value_head has scores'
+        kernel_D = self.partitioning.gathered(head.kernel[...], ('embed', 'activation'))[:, 0]
         return jnp.einsum('BTD,D->BT', hidden_BTD.astype(jnp.float32), kernel_D, precision=jax.lax.Precision.HIGHEST)
 
     def logits(self, hidden_BTD: jax.Array) -> jax.Array:

@@ -26,6 +26,8 @@ MATRICES = ('table', 'head', 'matrix', 'router')
 # Module of the head of a reward model, and its parameter.
 SCORE = 'score'
 SCORE_KERNEL = f'{SCORE}.kernel'
+# Module of the value head of PPO.
+VALUE_HEAD = 'value_head'
 # Axes of the number of layers or experts, which precede the axes of a parameter.
 STACKS = ('layers', 'dense_layers', 'experts')
 
@@ -217,7 +219,7 @@ def kind_of_names(path: tuple[str, ...]) -> str:
         raise InputError(f'parameter {".".join(path)}: rename it to kernel (a matrix), scale or bias (a vector)')
     if ROUTER in modules:
         return 'router'
-    return 'head' if 'head' in modules or modules == [SCORE] else 'matrix'
+    return 'head' if 'head' in modules or modules in ([SCORE], [VALUE_HEAD]) else 'matrix'
 
 
 def names(path: tuple[Any, ...]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Converts scored responses to a batch of GRPO.
+"""Converts scored responses to a batch of GRPO or PPO.
 
 Shapes: B rows of a program, N responses of a rollout (the responses to one prompt are consecutive), T length.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -17,34 +18,33 @@ from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
-from maxlm.training.batch import BATCH_TYPES
+from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_log_probs
-from maxlm.training.losses.grpo import advantages, token_weights
-from maxlm.training.state import Params
+from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened
+from maxlm.training.losses.grpo import kl_divergence, token_weights
+from maxlm.training.reference import reference_params
+from maxlm.training.state import Params, TrainState
 from maxlm.training.update import working_params
 
+# Array of the KL divergence of each token from the reference, which only `with_advantages` uses.
+KL = 'kl'
 
-def response_batch(
-    config: Config,
-    prompts: Sequence[np.ndarray],
-    responses: Responses,
-    rewards_N: np.ndarray,
-) -> Batch:
-    """Returns a batch of training rows, each a prompt followed by a response.
+
+def response_rows(config: Config, prompts: Sequence[np.ndarray], responses: Responses) -> Batch:
+    """Returns training rows, each a prompt followed by a response.
 
     Args:
         config: config of the run; `data.seq_len` is T.
         prompts: token ids of the prompt of each response.
         responses: N responses.
-        rewards_N: reward of each response. Groups with equal rewards have weight 0.
 
     Returns:
-        Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
+        Arrays [N, T] of BATCH_TYPES and GRPO_TYPES without `advantages` and `weights`, which `with_advantages` adds.
     """
-    advantages_N, generated_NR = advantages(rewards_N, config.grpo), responses.generated
+    generated_NR = responses.generated
     T, N = config.data.seq_len, len(prompts)
     batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
-    batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
+    batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs')}
     for row, prompt in enumerate(prompts):
         num, start = int(responses.num_B[row]), len(prompt)
         ids = np.concatenate([prompt.astype(np.int32), responses.tokens_BR[row, :num]])
@@ -56,11 +56,43 @@ def response_batch(
         predicts = slice(start - 1, start - 1 + num)
         batch['predicted'][row, predicts] = generated_NR[row, :num]
         batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
-        batch['advantages'][row, predicts] = advantages_N[row]
-    groups = rewards_N.reshape(-1, config.grpo.num_generations)
-    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
-    batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
     return batch
+
+
+def with_advantages(config: Config, rows: Batch, rewards_N: np.ndarray) -> tuple[Batch, dict[str, float]]:
+    """Returns the batch of training rows, and the metrics of their advantages.
+
+    Without a value head, the responses of groups with equal rewards have weight 0.
+
+    Args:
+        config: config of the run.
+        rows: result of `response_rows` with the arrays of `make_passes`.
+        rewards_N: reward of each response.
+    """
+    grpo, rows = config.grpo, dict(rows)
+    metrics: dict[str, float] = {}
+    predicted_NT, kl_NT = rows['predicted'], np.zeros_like(rows['predicted'])
+    if KL in rows:
+        kl_NT = rows.pop(KL)
+        metrics['rollout/kl'] = float(kl_NT.sum() / predicted_NT.sum())
+    if grpo.advantage_estimator == 'gae':
+        values_NT, active_N = rows[OLD_VALUES], np.ones(len(rewards_N))
+        rewards_NT = -grpo.kl_coef * kl_NT
+        # The reward of the response is that of its last token.
+        last_N = predicted_NT.shape[1] - 1 - np.argmax(predicted_NT[:, ::-1] > 0, axis=1)
+        rewards_NT[np.arange(len(rewards_N)), last_N] += rewards_N
+        found = generalized_advantages(rewards_NT, values_NT, predicted_NT, grpo)
+        rows['advantages'], rows[RETURNS] = whitened(found.advantages, predicted_NT), found.returns
+        returns, errors = (x_NT[predicted_NT > 0] for x_NT in (found.returns, found.returns - values_NT))
+        if returns.var() > 0:
+            metrics['rollout/explained_variance'] = float(1 - errors.var() / returns.var())
+    else:
+        shaped_N = rewards_N - grpo.kl_coef * kl_NT.sum(axis=1)
+        rows['advantages'] = predicted_NT * advantages(shaped_N, grpo)[:, None]
+        groups = shaped_N.reshape(-1, grpo.num_generations)
+        active_N = np.repeat(np.ptp(groups, axis=1) > 0, grpo.num_generations)
+    rows['weights'] = token_weights(predicted_NT, active_N, grpo)
+    return rows, metrics
 
 
 def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:
@@ -72,30 +104,48 @@ def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:
     return orders
 
 
-def make_proximal(config: Config, layout: Layout) -> Callable[[Params, Batch], np.ndarray]:
-    """Returns a function (parameters, batch [N, T]) → log-probabilities of its targets, float32 [N, T].
+def make_passes(config: Config, layout: Layout) -> Callable[[TrainState, Batch], Batch] | None:
+    """Returns a function (state, rows [N, T]) → arrays of the model before the first update, float32 [N, T].
+
+    The arrays are PROXIMAL if `Config.has_proximal`, OLD_VALUES of a model with a value head, and KL with
+    `grpo.kl_in_reward`. Returns None if a run needs none of them.
 
     The program processes as many rows at a time as a micro-batch of the training step has. All processes call the
-    function together with the same batch and receive all results.
+    function together with the same rows and receive all results.
     """
-    rows = config.train.per_device_batch_size * config.batch_shards
+    grpo, rows = config.grpo, config.train.per_device_batch_size * config.batch_shards
+    has_reference = grpo.kl_coef > 0 and grpo.kl_in_reward
+    if not (config.has_proximal or config.model.value_head or has_reference):
+        return None
     log_probs = make_log_probs(config, layout)
 
-    def run(params: Params, batch_BT: dict[str, jax.Array]) -> jax.Array:
-        return log_probs(working_params(config, layout, params), None, batch_BT, None).log_probs_BT
+    def run(params: Params, stored: Params | None, batch_BT: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        used = working_params(config, layout, params)
+        found: dict[str, jax.Array] = {}
+        if config.has_proximal or config.model.value_head:
+            of_policy = log_probs(used, None, batch_BT, None)
+            found |= {PROXIMAL: of_policy.log_probs_BT} if config.has_proximal else {}
+            found |= {} if of_policy.values_BT is None else {OLD_VALUES: of_policy.values_BT}
+        if has_reference:
+            reference = reference_params(config, used, stored)
+            of_reference_BT = log_probs(reference, None, batch_BT, None).log_probs_BT
+            # Selected first: positions without a target may contain non-finite values.
+            log_ratio_BT = jnp.where(batch_BT['predicted'] > 0, batch_BT['old_log_probs'] - of_reference_BT, 0)
+            found[KL] = kl_divergence(log_ratio_BT, grpo.kl_estimator)
+        return found
 
     options = deterministic_options(config, layout.platform)
     program = jax.jit(run, out_shardings=layout.named(), compiler_options=options)
 
-    def proximal(params: Params, batch: Batch) -> np.ndarray:
+    def passes(state: TrainState, batch: Batch) -> Batch:
         local = layout.local_rows(rows)
         parts = []
         for start in range(0, len(batch['tokens']), rows):
-            part = {name: batch[name][start : start + rows][local] for name in BATCH_TYPES}
-            parts.append(program(params, layout.put_batch(part, rows)))
-        return np.concatenate(jax.device_get(parts))
+            part = {name: values[start : start + rows][local] for name, values in batch.items()}
+            parts.append(program(state.params, state.reference, layout.put_batch(part, rows)))
+        return jax.tree.map(lambda *x: np.concatenate(x), *jax.device_get(parts))
 
-    return proximal
+    return passes
 
 
 def gather_scores(scores: Scores, count: int) -> Scores:

@@ -31,26 +31,27 @@ from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
 from maxlm.config.validation_rl import check_grpo
 from maxlm.data.chat.encoder import ChatEncoder
-from maxlm.data.loader.shuffle import VERSION
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
+from maxlm.rl.dynamic_sampling import ScoredRollout, fill_groups
 from maxlm.rl.reward_model import RewardModel, open_reward_model
 from maxlm.rl.rewards.open_functions import open_functions
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
-from maxlm.rl.rewards.rewards import Task, UserRewardError, parse_reward
+from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError
 from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
-from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
+from maxlm.rl.rollout_batch import gather_scores, make_passes, response_rows, scored_rows, step_rows, with_advantages
+from maxlm.rl.rollout_fingerprint import rollout_fingerprint
 from maxlm.rl.rollout_generator import Responses, Sampler
 from maxlm.rl.rollout_state import Rollout
+from maxlm.rl.token_rewards import TokenRewards, check_overlong, token_rewards
 from maxlm.rl.tool_environment import ToolEnvironment, open_tools
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
-from maxlm.training.batch import PROXIMAL
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
 from maxlm.workdir.files import TOKENIZER
@@ -99,28 +100,14 @@ class RolloutBatches(BatchSource):
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
         self._sampler: Sampler | ToolSampler | None = None
-        self._proximal: Callable[[Params, Batch], np.ndarray] | None = None
+        self._passes: Callable[[TrainState, Batch], Batch] | None = None
         # The next rollout, if its responses are already generated.
         self._next: Rollout | None = None
         self._samples: list[Sample] = []
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
-        # The keys are part of the checkpoint format, which is older than the current config keys.
-        return {
-            'prompts': self._prompts.fingerprint,
-            'grpo.samples': self._grpo.num_generations,
-            'grpo.prompts_per_rollout': self._grpo.prompts_per_rollout,
-            'grpo.max_tokens': self._grpo.max_completion_length,
-            'grpo.epochs': self._grpo.num_iterations,
-            'grpo.reward': self._grpo.reward,
-            'window': self._config.data.seq_len,
-            'seed': self._config.data.seed,
-            'global_batch': config.train.global_batch_size,
-            'order': VERSION,
-            **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
-            **({'grpo.reward_model': self._reward_model.checksum} if self._reward_model else {}),
-        }
+        return rollout_fingerprint(config, self._config, self._prompts, self._reward_model)
 
     def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
@@ -146,8 +133,7 @@ class RolloutBatches(BatchSource):
         )
         if self._reward_model is not None:
             self._reward_model.open(config, layout)
-        if config.has_proximal:
-            self._proximal = make_proximal(config, layout)
+        self._passes = make_passes(config, layout)
         if self._tools is not None:
             self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
 
@@ -206,21 +192,27 @@ class RolloutBatches(BatchSource):
         drawn = time.perf_counter()
         ids = [self._prompts.ids[index] for index in each]
         # Before the thread starts, because all processes must run the programs of the devices in the same order.
-        model_scores = self._model_scores(ids, responses, grpo.reward)
+        by_tokens = self._token_rewards(ids, responses, grpo.reward)
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
             has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
             following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
             texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
-            scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores)
+            scores = self._scores(self._prompts, texts, tasks, grpo.reward, by_tokens)
             scored = time.perf_counter()
             if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
                 wait([following])
             scores = gather_scores(scores, rows)
-            rewards_N = scores.rewards
-            batch = response_batch(config, ids, responses, rewards_N)
-        if self._proximal is not None:
-            batch[PROXIMAL] = self._proximal(state.params, batch)
+        found, of_sampling = fill_groups(
+            ScoredRollout(each, responses, scores),
+            lambda attempt: self._draw(number, attempt, step - 1, state.params),
+            grpo,
+        )
+        each, responses, rewards_N = found.prompts, found.responses, found.scores.rewards
+        batch = response_rows(config, [self._prompts.ids[index] for index in each], responses)
+        if self._passes is not None:
+            batch |= self._passes(state, batch)
+        batch, of_advantages = with_advantages(config, batch, rewards_N)
         trained, self._next = following.result()
         local = layout.local_rows(config.train.global_batch_size)
         for order in step_rows(config, number, rows)[done:]:
@@ -230,9 +222,11 @@ class RolloutBatches(BatchSource):
             'rollout/mean_length': float(responses.num_B.mean()),
             'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
             'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
-            'rollout/tokens_per_second': responses.drawn / (rollout.ended - rollout.began),
+            'rollout/tokens_per_second': rollout.responses.drawn / (rollout.ended - rollout.began),
             'rollout/reward_seconds': scored - drawn,
             **tool_metrics(responses),
+            **of_sampling,
+            **of_advantages,
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
         if grpo.async_rollouts:
@@ -248,7 +242,7 @@ class RolloutBatches(BatchSource):
             f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
             f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
         )
-        shown = texts if responses.tools is None else self._texts(responses._replace(tools=None))
+        shown = self._texts(responses._replace(tools=None))
         samples = [
             Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
@@ -266,10 +260,11 @@ class RolloutBatches(BatchSource):
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        model_scores = self._model_scores(prompts.ids[:num], likeliest, reward)
-        rewards_N = self._rewards(prompts, texts, tasks, reward, model_scores)
+        by_tokens = self._token_rewards(prompts.ids[:num], likeliest, reward)
+        rewards_N = gather_scores(self._scores(prompts, texts, tasks, reward, by_tokens), num).rewards
         # A score of a reward model does not say whether a response is correct.
-        parts = {'reward': float(rewards_N.mean())} if len(model_scores) else {'accuracy': accuracy(rewards_N)}
+        by_model = MODEL_SCORE in by_tokens
+        parts = {'reward': float(rewards_N.mean())} if by_model else {'accuracy': accuracy(rewards_N)}
         parts, tokens = {**parts, 'length': float(likeliest.num_B.mean())}, likeliest.drawn
         if samples := grpo.eval_num_generations:
             # A fixed seed, so that evaluations differ only because of the model.
@@ -277,16 +272,18 @@ class RolloutBatches(BatchSource):
                 params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward, ())
+            by_tokens = self._token_rewards((), drawn, reward)
+            scores = self._scores(prompts, self._texts(drawn), each, reward, by_tokens)
+            rewards_N = gather_scores(scores, len(each)).rewards
             parts['pass_at_1'] = accuracy(rewards_N)
             parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
-        if len(model_scores):
+        if by_model:
             texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
             Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
         ]
-        loss = -parts['reward'] if len(model_scores) else 1 - parts['accuracy']
+        loss = -parts['reward'] if by_model else 1 - parts['accuracy']
         return Evaluation(loss, tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
@@ -301,18 +298,28 @@ class RolloutBatches(BatchSource):
         assert self._layout is not None
         return self._sampler, self._layout
 
-    def _indices(self, number: int) -> list[int]:
-        """Returns the indices of the prompts of a rollout."""
-        return self._prompts.indices(number, self._grpo.prompts_per_rollout, self._config.data.seed)
+    def _indices(self, number: int, attempt: int = 0) -> list[int]:
+        """Returns the indices of the prompts of a rollout. Each attempt has an order of its own."""
+        return self._prompts.indices(number, self._grpo.prompts_per_rollout, self._config.data.seed ^ attempt)
 
-    def _generate(self, number: int, step: int, params: Params) -> Rollout:
+    def _draw(self, number: int, attempt: int, step: int, params: Params) -> ScoredRollout:
+        """Generates and scores the responses of a further attempt of dynamic sampling."""
+        responses = self._generate(number, step, params, attempt).responses
+        each = [index for index in self._indices(number, attempt) for _ in range(self._grpo.num_generations)]
+        by_tokens = self._token_rewards([self._prompts.ids[index] for index in each], responses, self._grpo.reward)
+        tasks = [self._prompts.tasks[index] for index in each]
+        scores = self._scores(self._prompts, self._texts(responses), tasks, self._grpo.reward, by_tokens)
+        return ScoredRollout(each, responses, gather_scores(scores, len(each)))
+
+    def _generate(self, number: int, step: int, params: Params, attempt: int = 0) -> Rollout:
         """Generates the responses of a rollout with the parameters after `step` updates."""
         sampler, _ = self._made
         began = time.perf_counter()
         responses = sampler(
             params,
-            [self._prompts.ids[index].tolist() for index in self._indices(number)],
-            seed=self._config.train.seed,
+            [self._prompts.ids[index].tolist() for index in self._indices(number, attempt)],
+            # The lowest bit distinguishes evaluations.
+            seed=self._config.train.seed ^ (attempt << 1),
             first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
             num_samples=self._grpo.num_generations,
         )
@@ -338,32 +345,25 @@ class RolloutBatches(BatchSource):
             for row, start, length in zip(responses.tokens_BR, responses.last_turns, lengths, strict=True)
         ]
 
-    def _model_scores(self, prompts: Sequence[np.ndarray], responses: Responses, reward: str) -> Sequence[float]:
-        """Returns the score of each response by the reward model; () if the sum `reward` does not contain it."""
-        if self._reward_model is None or not parse_reward(reward, is_imported=False).uses_model:
-            return ()
-        return self._reward_model(prompts, responses).tolist()
+    def _token_rewards(self, prompts: Sequence[np.ndarray], responses: Responses, reward: str) -> TokenRewards:
+        return token_rewards(reward, prompts, responses, grpo=self._grpo, reward_model=self._reward_model)
 
     def _scores(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
+        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_tokens: TokenRewards
     ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
+        mine_by_tokens = {name: values[mine] for name, values in by_tokens.items()}
         try:
-            return self._scorer.score(texts[mine], tasks[mine], reward=reward, model_scores=by_model[mine])
+            return self._scorer.score(texts[mine], tasks[mine], reward=reward, by_tokens=mine_by_tokens)
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
-
-    def _rewards(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
-    ) -> np.ndarray:
-        """Returns the rewards of all responses, float32 [N]."""
-        return gather_scores(self._scores(prompts, texts, tasks, reward, by_model), len(texts)).rewards
 
 
 def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
     """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
     check_grpo(config)
+    check_overlong(config.grpo)
     origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
     encoder = load_encoder(origin)
     tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder

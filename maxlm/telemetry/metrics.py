@@ -84,7 +84,9 @@ METRICS: dict[str, Metric] = {
     'train/clip_fraction': Metric('', 'GRPO: fraction of tokens clipped by the probability ratio'),
     'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
     'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
-    'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model'),
+    'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model, by grpo.kl_estimator'),
+    'train/value_loss': Metric('', 'PPO: half of the squared error of the values, at least that of the clipped values'),
+    'train/value_clip_fraction': Metric('', 'PPO: fraction of tokens whose clipped value has the larger error'),
     'train/importance_weight': Metric('', 'GRPO with grpo.async_rollouts: truncated importance weight'),
     'train/importance_truncated_fraction': Metric(
         '', 'GRPO with grpo.async_rollouts: fraction of tokens whose importance weight is truncated'
@@ -183,18 +185,20 @@ METRICS: dict[str, Metric] = {
         'nats/token', 'absolute difference of the loss between the two results that differed last; 0 if none did'
     ),
     # Responses that the model generated before the step.
-    'rollout/reward': Metric('', 'mean reward'),
+    'rollout/reward': Metric('', 'mean reward, before dynamic sampling'),
     'rollout/reward_std': Metric('', 'standard deviation of the rewards in a group, averaged over groups'),
     'rollout/reward/*': Metric('', 'mean of one component of a sum of rewards'),
     'rollout/reward_errors': Metric(
         '', 'fraction of responses for which a reward in the sandbox of grpo.sandbox_functions failed'
     ),
-    'rollout/frac_reward_zero_std': Metric(
-        '', 'fraction of groups whose responses all have the same reward and give no gradient'
-    ),
+    'rollout/frac_reward_zero_std': Metric('', 'fraction of groups with equal rewards, before dynamic sampling'),
     'rollout/mean_length': Metric('tokens', 'mean length of the responses'),
     'rollout/clipped_ratio': Metric('', 'fraction of responses truncated at grpo.max_completion_length'),
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
+    'rollout/kl': Metric('nats/token', 'with grpo.kl_in_reward: KL divergence from the initial model'),
+    'rollout/explained_variance': Metric('', 'PPO: 1 - variance of the errors of the values / variance of the returns'),
+    'rollout/num_gen_batches': Metric('', 'dynamic sampling: number of times that responses were generated'),
+    'rollout/unfilled_groups': Metric('', 'dynamic sampling: fraction of groups that still have equal rewards'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     # Only with grpo.async_rollouts.

@@ -18,7 +18,7 @@ from maxlm.checkpoint.conversion.quantized_init import open_initial
 from maxlm.checkpoint.frozen_models import TEACHER, frozen_checksum, read_teacher
 from maxlm.checkpoint.init_from import InitCheckpoint, context_change_text, load_tokenizer
 from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
-from maxlm.checkpoint.params import copy_params, is_mtp
+from maxlm.checkpoint.params import copy_params
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import BatchRows
 from maxlm.data.loader.batches import check_same_data
@@ -28,7 +28,8 @@ from maxlm.data.loader.teacher_outputs import read_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError, name_errors
 from maxlm.log import logger
-from maxlm.model.parameters import SCORE_KERNEL
+from maxlm.model.mtp import MTP
+from maxlm.model.parameters import SCORE, VALUE_HEAD
 from maxlm.parallel.layout import Layout
 from maxlm.trainer.batch_source import BatchSource
 from maxlm.trainer.preflight import PreparedStep
@@ -239,7 +240,8 @@ def restore_or_initialize(
         state = state._replace(reference=read_teacher(config, abstract))
     elif abstract.reference is not None:
         origin = open_initial(_origin_of(config), config, abstract.params, tokenizer=tokenizer)
-        has_new_params = config.model.lora_rank or origin.upcycled is not None
+        # The names are enough to know whether random parameters are needed.
+        has_new_params = bool(origin.missing(abstract.params))
         missing = origin.missing(_random_state(config, layout).params) if has_new_params else {}
         params = origin.read(abstract.params, missing)
         state = state._replace(reference=reference_of(config, params, abstract.reference))
@@ -278,8 +280,7 @@ def initialize_state(
         logger.warning(remedy)
     for line in (
         origin.vocab_resize,
-        _new_modules_text(initial),
-        'the head of the reward model is initialized' if SCORE_KERNEL in initial else '',
+        *(text for module, text in _NEW_MODULES.items() if any(name.partition('.')[0] == module for name in initial)),
         _upcycled_text(origin),
         context_change_text(step, config),
     ):
@@ -323,10 +324,12 @@ def _upcycled_text(origin: InitCheckpoint) -> str:
     return f'each of the {model.num_experts} experts starts as a copy of the feed-forward of its layer, with noise'
 
 
-def _new_modules_text(initial: Mapping[str, jax.Array]) -> str:
-    if not any(map(is_mtp, initial)):
-        return ''
-    return 'the modules of multi-token prediction are initialized, because the checkpoint has none'
+# Log line by the first name of the parameters that the initial checkpoint lacks.
+_NEW_MODULES = {
+    MTP: 'the modules of multi-token prediction are initialized, because the checkpoint has none',
+    SCORE: 'the head of the reward model is initialized',
+    VALUE_HEAD: 'the value head is initialized, because the checkpoint has none',
+}
 
 
 def reference_metadata(config: Config) -> dict[str, str]:

@@ -25,6 +25,8 @@ BATCH_TYPES = {
 GRPO_TYPES = {'predicted': jnp.float32, 'advantages': jnp.float32, 'old_log_probs': jnp.float32}
 # Array of a GRPO batch if `Config.has_proximal`, [B, T].
 PROXIMAL = 'proximal_log_probs'
+# Arrays of a GRPO batch of a model with a value head, [B, T]; see `Values`.
+OLD_VALUES, RETURNS = 'old_values', 'returns'
 # Arrays of the stored outputs of a teacher (distill.logits_dir), each [B, T, distill.top_k]; see `StoredOutputs`.
 TEACHER_TYPES = {'teacher_ids': jnp.int32, 'teacher_log_probs': jnp.float32}
 # Array of a batch of a reward model, [B, T]: 1 at the token of each answer whose score counts, else 0; see
@@ -45,6 +47,7 @@ def batch_shapes(
     kinds = dict(BATCH_TYPES)
     if config.train.objective == 'grpo':
         kinds |= GRPO_TYPES | ({PROXIMAL: jnp.float32} if config.has_proximal else {})
+        kinds |= dict.fromkeys((OLD_VALUES, RETURNS), jnp.float32) if config.model.value_head else {}
     if config.train.objective == 'reward':
         kinds[SCORED] = jnp.float32
     shapes = {name: jax.ShapeDtypeStruct((B, T), kind, sharding=layout.batch) for name, kind in kinds.items()}

@@ -49,7 +49,7 @@ def matmul_parameters(model: ModelConfig) -> int:
     blocks = sum(stack.num_layers * size for stack, size in zip(stacks, active, strict=True))
     blocks += sum(weight.size for weight in weights(model) if weight.name == VALUE_GATES)
     # A module of multi-token prediction has a projection and a block, and uses the output projection again.
-    return blocks + D * V + model.mtp_depth * (active[-1] + 2 * D**2 + D * V)
+    return blocks + D * (V + model.value_head) + model.mtp_depth * (active[-1] + 2 * D**2 + D * V)
 
 
 def training_flops(model: ModelConfig, seq_len: int) -> TokenFlops:
@@ -82,7 +82,8 @@ def step_flops(config: Config, seq_len: int) -> TokenFlops:
     adapters = sum(weight.active_size(model) for weight in products if weight.kind == 'adapter')
     # An adapter takes three passes.
     dense = 6 * adapters - 2 * frozen
-    forward = 1 / 3 if config.has_reference else 0.0
+    has_forward = config.grpo.has_kl_loss if config.train.objective == 'grpo' else config.has_reference
+    forward = 1 / 3 if has_forward else 0.0
     forward += 2 / 3 if config.has_reference_point else 0.0
     return TokenFlops(
         *(

@@ -63,7 +63,7 @@ def make_forward(
 def make_log_probs(
     config: Config, partitioning: Partitioning
 ) -> Callable[[Params, Params | None, Batch, jax.Array | None], TokenLogProbs]:
-    """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets."""
+    """Returns a function (params, slots, batch, dropout key) → log-probabilities of the batch's targets, and values."""
     hidden = make_forward(config, partitioning)
     pipelined = config.accumulation // config.rounds
 
@@ -77,8 +77,12 @@ def make_log_probs(
             chunk=config.train.loss_chunk_tokens,
             logit_softcap=config.model.logit_softcap,
             row_groups=max(1, pipelined // partitioning.num_shards('layers')),
+            has_entropy_gradient=config.train.objective == 'grpo' and config.grpo.entropy_coef > 0,
         )
-        return TokenLogProbs(*(partitioning.constrain(x, ('batch', 'length')) for x in found))
+        if config.model.value_head:
+            found = found._replace(values_BT=model.scores(hidden_BTD))
+        placed: TokenLogProbs = jax.tree.map(lambda x: partitioning.constrain(x, ('batch', 'length')), found)
+        return placed
 
     return log_probs
 

@@ -1,4 +1,4 @@
-"""Training objectives: next-token cross-entropy, optionally with distillation, DPO, KTO, reward models and GRPO.
+"""Training objectives: next-token cross-entropy, optionally with distillation, DPO, KTO, reward models, GRPO and PPO.
 
 An objective is a function of parameters and a micro-batch. It returns sums, so each token has the same weight,
 regardless of how the batch is split into micro-batches.
@@ -19,12 +19,12 @@ from maxlm.config.user_function import load_function
 from maxlm.model.decoder import Decoder
 from maxlm.model.mtp import shift_left
 from maxlm.parallel.partitioning import Partitioning
-from maxlm.training.batch import PROXIMAL, SCORED, TEACHER_TYPES, Batch
+from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS, SCORED, TEACHER_TYPES, Batch
 from maxlm.training.forward import make_forward, make_log_probs, make_scores
 from maxlm.training.losses.cross_entropy import cross_entropy
 from maxlm.training.losses.distillation import StoredOutputs, TeacherOutputs, distillation
 from maxlm.training.losses.dpo import PreferenceTerms, preference_terms
-from maxlm.training.losses.grpo import policy_sums
+from maxlm.training.losses.grpo import Values, policy_sums
 from maxlm.training.losses.kto import answer_terms
 from maxlm.training.losses.log_probs import TokenLoss, token_losses
 from maxlm.training.losses.reward import RewardTerms, score_terms
@@ -81,7 +81,8 @@ def aux_names(config: Config) -> tuple[str, ...]:
         return tuple(REWARD_PARTS)
     if config.train.objective == 'grpo':
         off_policy = OFF_POLICY_PARTS if config.grpo.async_rollouts else ()
-        return (*GRPO_PARTS, *off_policy, *(('kl',) if config.grpo.kl_coef else ()))
+        of_values = VALUE_PARTS if config.model.value_head else ()
+        return (*GRPO_PARTS, *off_policy, *(('kl',) if config.grpo.has_kl_loss else ()), *of_values)
     router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
     distilled = ('distill_kl',) if config.teacher is not None or config.distill.logits_dir else ()
     return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config), *router)
@@ -120,6 +121,7 @@ REWARD_PARTS = {
 }
 GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
 OFF_POLICY_PARTS = ('importance_weight', 'importance_truncated_fraction')
+VALUE_PARTS = ('value_loss', 'value_clip_fraction')
 
 
 def labeled_parts(config: Config) -> dict[str, tuple[str, str]]:
@@ -332,10 +334,14 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
     ) -> tuple[jax.Array, LossSums]:
         found = log_probs(params, slots, batch, dropout_key)
         reference_BT = None
-        if reference is not None:
+        if config.grpo.has_kl_loss:
             reference_BT = jax.lax.stop_gradient(log_probs(reference, None, batch, None).log_probs_BT)
+        values = None
+        if found.values_BT is not None:
+            values = Values(found.values_BT, batch[OLD_VALUES], batch[RETURNS])
         sums = policy_sums(
-            *found,
+            found.log_probs_BT,
+            found.entropies_BT,
             reference_BT,
             old_log_probs_BT=batch['old_log_probs'],
             advantages_BT=batch['advantages'],
@@ -343,6 +349,7 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
             weights_BT=batch['weights'],
             config=config.grpo,
             proximal_BT=batch[PROXIMAL] if config.has_proximal else None,
+            values=values,
         )
         weight = batch['weights'].sum()
         if config.grpo.loss_type == 'dr_grpo':
@@ -350,8 +357,10 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
         parts = {'clip_fraction': sums.clipped, 'entropy': sums.entropy, 'approx_kl': sums.old_kl}
         if config.grpo.async_rollouts:
             parts |= dict(zip(OFF_POLICY_PARTS, (sums.importance, sums.truncated), strict=True))
-        if reference is not None:
+        if config.grpo.has_kl_loss:
             parts['kl'] = sums.reference_kl
+        if values is not None:
+            parts |= dict(zip(VALUE_PARTS, (sums.value_loss, sums.value_clipped), strict=True))
         loss = jax.lax.stop_gradient(sums.objective)
         none, counts = jnp.zeros(0), dict.fromkeys(parts, sums.tokens)
         return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, counts)

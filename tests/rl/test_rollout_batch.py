@@ -9,10 +9,11 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.rl.rewards.scorer import RewardScorer
-from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
+from maxlm.rl.rollout_batch import KL, gather_scores, make_passes, response_rows, scored_rows, with_advantages
 from maxlm.rl.rollout_generator import Responses, Sampler
-from maxlm.training.forward import make_log_probs
-from maxlm.training.losses.grpo import advantages
+from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
+from maxlm.training.forward import make_forward, make_log_probs
+from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened
 from maxlm.training.state import init_state
 from tests.small import small_config, small_layout
 
@@ -42,7 +43,8 @@ def sampled(request):
     )
     prompts = [np.array(prompt, np.uint32) for prompt in PROMPTS for _ in range(2)]
     rewards = np.array([1, 0, 1, 1, 0, 1], np.float32)
-    return config, layout, params, responses, response_batch(config, prompts, responses, rewards)
+    rows = response_rows(config, prompts, responses)
+    return config, layout, params, responses, with_advantages(config, rows, rewards)[0]
 
 
 def test_step_recomputes_the_log_probabilities_of_the_sampler(sampled):
@@ -65,13 +67,83 @@ def test_step_recomputes_the_log_probabilities_of_the_sampler(sampled):
 def test_proximal_log_probabilities_are_those_of_the_sampler(sampled):
     config, layout, params, _, batch = sampled
     # Three rows at a time.
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, per_device_batch_size=3))
-    proximal = make_proximal(config, layout)
+    train = dataclasses.replace(config.train, per_device_batch_size=3)
+    grpo = dataclasses.replace(config.grpo, async_rollouts=True, prompts_per_rollout=3, num_iterations=2)
+    passes = make_passes(dataclasses.replace(config, train=train, grpo=grpo), layout)
     predicted = batch['predicted'] > 0
-    assert np.abs(proximal(params, batch) - batch['old_log_probs'])[predicted].max() < 1e-4
+
+    def proximal(params):
+        found = passes(types.SimpleNamespace(params=params, reference=None), batch)
+        assert found.keys() == {PROXIMAL}
+        return found[PROXIMAL]
+
+    assert np.abs(proximal(params) - batch['old_log_probs'])[predicted].max() < 1e-4
     # Negative control: other parameters.
     other = jax.tree.map(lambda leaf: 0.9 * leaf, params)
-    assert np.abs(proximal(other, batch) - batch['old_log_probs'])[predicted].max() > 0.01
+    assert np.abs(proximal(other) - batch['old_log_probs'])[predicted].max() > 0.01
+
+
+def test_synchronous_rollouts_need_no_passes(sampled):
+    assert make_passes(*sampled[:2]) is None
+
+
+def test_passes_give_values_and_the_reference(sampled):
+    config, layout, params, _, batch = sampled
+    grpo = dataclasses.replace(config.grpo, advantage_estimator='gae', kl_coef=0.1, kl_in_reward=True)
+    train = dataclasses.replace(config.train, objective='grpo', per_device_batch_size=3)
+    ppo = dataclasses.replace(config, model=dataclasses.replace(config.model, value_head=True), grpo=grpo, train=train)
+    kernel = np.random.default_rng(0).normal(size=(config.model.dim, 1)).astype(np.float32)
+    params = {**params, 'value_head': {'kernel': kernel}}
+    passes, predicted = make_passes(ppo, layout), batch['predicted'] > 0
+    other = jax.tree.map(lambda leaf: 0.9 * leaf, params)
+    found, same = (passes(types.SimpleNamespace(params=params, reference=each), batch) for each in (other, params))
+    log_probs = make_log_probs(ppo, layout)(other, None, layout.put_batch(batch, 6), None).log_probs_BT
+    log_ratio = np.where(predicted, batch['old_log_probs'] - np.asarray(log_probs), 0)
+    np.testing.assert_allclose(found[KL], np.exp(-log_ratio) - 1 + log_ratio, atol=1e-4)
+    assert found[KL].max() > 0.01
+    # A policy does not differ from itself.
+    assert np.abs(same[KL]).max() < 1e-4
+    hidden, *_ = make_forward(ppo, layout)(params, None, layout.put_batch(batch, 6), None)
+    np.testing.assert_allclose(found[OLD_VALUES], np.asarray(hidden) @ kernel[:, 0], rtol=1e-4, atol=1e-5)
+    assert found[OLD_VALUES][predicted].std() > 0.1
+
+
+GAE = GrpoConfig(num_generations=1, advantage_estimator='gae', kl_coef=0.1, kl_in_reward=True, kl_estimator='k1')
+
+
+def rows_of_table():
+    """Returns two responses of two tokens and one token, with values and KL divergences."""
+    predicted = np.array([[0, 1, 1, 0], [0, 0, 1, 0]], np.float32)
+    kl = np.array([[0, 0.5, -1, 0], [0, 0, 2, 0]], np.float32)
+    values = np.array([[5, 0.2, 0.4, 5], [5, 5, -0.5, 5]], np.float32)
+    return {'predicted': predicted, KL: kl, OLD_VALUES: values}
+
+
+def test_reward_and_kl_are_those_of_the_tokens():
+    """The reward is that of the last token, and each token pays for its KL divergence (Ziegler et al. 2019)."""
+    config = types.SimpleNamespace(grpo=GAE)
+    rows = rows_of_table()
+    batch, metrics = with_advantages(config, rows, np.array([1, -1], np.float32))
+    rewards = np.array([[0, -0.05, 1 + 0.1, 0], [0, 0, -1 - 0.2, 0]])
+    expected = generalized_advantages(rewards, rows[OLD_VALUES], rows['predicted'], GAE)
+    np.testing.assert_allclose(batch[RETURNS], expected.returns, rtol=1e-5)
+    np.testing.assert_allclose(batch['advantages'], whitened(expected.advantages, rows['predicted']), rtol=1e-5)
+    np.testing.assert_allclose(metrics['rollout/kl'], (0.5 - 1 + 2) / 3, rtol=1e-6)
+    np.testing.assert_array_equal(batch['weights'], rows['predicted'])
+    assert KL not in batch
+
+
+def test_kl_of_a_response_lowers_its_reward():
+    """Ahmadian et al. 2024: the KL divergence of the response is subtracted before the baseline."""
+    grpo = dataclasses.replace(GAE, num_generations=2, advantage_estimator='rloo')
+    rows = rows_of_table()
+    del rows[OLD_VALUES]
+    batch, _ = with_advantages(types.SimpleNamespace(grpo=grpo), rows, np.array([1, 1], np.float32))
+    shaped = [1 - 0.1 * (0.5 - 1), 1 - 0.1 * 2]
+    expected = np.array([[shaped[0] - shaped[1]], [shaped[1] - shaped[0]]])
+    np.testing.assert_allclose(batch['advantages'], rows['predicted'] * expected, rtol=1e-5)
+    # Equal rewards, but different divergences.
+    np.testing.assert_array_equal(batch['weights'], rows['predicted'])
 
 
 def test_packed_responses_have_the_same_log_probabilities(sampled):
@@ -140,7 +212,8 @@ def test_truncated_response_fits():
     tokens = np.full((2, R), 9, np.int32)
     responses = Responses(tokens, np.full((2, R), -1, np.float32), np.array([R, R]), np.array([False, False]), 0)
     prompt = np.arange(T - R, dtype=np.uint32)
-    batch = response_batch(config, [prompt, prompt], responses, np.array([0, 1], np.float32))
+    rows = response_rows(config, [prompt, prompt], responses)
+    batch, _ = with_advantages(config, rows, np.array([0, 1], np.float32))
     assert batch['predicted'].sum(axis=1).tolist() == [R, R]
     assert batch['segments'].sum() == 2 * (T - 1)
     assert GrpoConfig().loss_type == 'dapo'

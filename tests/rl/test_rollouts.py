@@ -15,6 +15,7 @@ from maxlm.rl.rewards.rewards import UserRewardError
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses
 from maxlm.rl.rollouts import RolloutBatches
+from maxlm.training.batch import PROXIMAL
 from tests.small import small_config, small_layout
 
 T, R, ROWS, NUM_ROLLOUTS = 12, 4, 4, 3
@@ -44,7 +45,7 @@ class Fakes:
         log_probs = np.full((ROWS, R), -1, np.float32)
         return Responses(np.full((ROWS, R), number, np.int32), log_probs, np.full(ROWS, R), np.zeros(ROWS, bool), R)
 
-    def score(self, responses, tasks, *, reward, model_scores):
+    def score(self, responses, tasks, *, reward, by_tokens):
         number = int(responses[0][0])
         self.is_scoring[number].set()
         if self._overlap and number + 1 < NUM_ROLLOUTS:
@@ -78,12 +79,12 @@ def make(tmp_path, monkeypatch):
         prompts = read_prompts(str(tmp_path / 'prompts.jsonl'), tokenizer, T - R)
         fakes = Fakes(overlap=overlap)
 
-        def proximal(params, batch):
-            fakes.events.append(f'proximal {params}')
-            return batch['weights']
+        def passes(state, rows):
+            fakes.events.append(f'proximal {state.params}')
+            return {PROXIMAL: rows['predicted']}
 
         monkeypatch.setattr(rollouts, 'Sampler', lambda *_, **__: fakes)
-        monkeypatch.setattr(rollouts, 'make_proximal', lambda *_: proximal)
+        monkeypatch.setattr(rollouts, 'make_passes', lambda config, _: passes if config.has_proximal else None)
         tokenizer_path = tmp_path / 'tokenizer.json'
         source = RolloutBatches(
             config, prompts=prompts, eval_prompts=None, scorer=fakes, tokenizer_path=tokenizer_path, ends=(1,)

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.rl.rollout_batch import response_rows, with_advantages
 from maxlm.rl.rollout_generator import Sampler
-from maxlm.rl.rollouts import response_batch
 from maxlm.rl.tool_environment import Reply
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.training.forward import make_log_probs
@@ -118,7 +118,7 @@ def test_the_step_recomputes_log_probabilities_of_generated_tokens_only(sampled)
     config, layout, params, _, responses, _ = sampled
     prompts = [np.array(prompt, np.uint32) for prompt in PROMPTS for _ in range(SAMPLES)]
     rewards = np.arange(len(prompts), dtype=np.float32)
-    batch = response_batch(config, prompts, responses, rewards)
+    batch, _ = with_advantages(config, response_rows(config, prompts, responses), rewards)
     placed = layout.put_batch(batch, len(prompts))
     found = np.asarray(jax.jit(make_log_probs(config, layout))(params, None, placed, None).log_probs_BT)
     predicted = batch['predicted'] > 0

@@ -65,7 +65,7 @@ def run():
                 of_model.log_probs_BT, of_reference.log_probs_BT, batch['weights'], batch['segments'], DPO
             ),
             'grpo': policy_sums(
-                *of_model,
+                *of_model[:2],
                 of_reference.log_probs_BT,
                 old_log_probs_BT=batch['old_log_probs'],
                 advantages_BT=batch['advantages'],

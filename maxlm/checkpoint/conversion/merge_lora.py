@@ -20,7 +20,7 @@ from flax import nnx
 
 from maxlm.checkpoint.conversion.quantized import DequantizedReader
 from maxlm.checkpoint.fetch import find_local_step
-from maxlm.checkpoint.params import params_item, unused_mtp, without_mtp
+from maxlm.checkpoint.params import params_item, unused_modules, without_training_modules
 from maxlm.checkpoint.streaming import ParamsReader, StreamedArray, num_reads, write_step
 from maxlm.config.resolve import config_for_model
 from maxlm.config.schema import Config, ModelConfig
@@ -66,10 +66,10 @@ def merge(params: Mapping[str, Any], model: ModelConfig, *, is_expert: bool = Fa
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """Returns the model config without adapters, modules of multi-token prediction and quantized kernels."""
+    """Returns the model config without adapters, modules that only training uses and quantized kernels."""
     plain = ModelConfig()
     return dataclasses.replace(
-        without_mtp(model),
+        without_training_modules(model),
         lora_rank=plain.lora_rank,
         lora_alpha=plain.lora_alpha,
         lora_target_modules=plain.lora_target_modules,
@@ -106,7 +106,7 @@ class MergedReader:
             InputError: the adapters of the step do not match those of the model.
         """
         expected = adapter_shapes(model) if model.lora_rank else {}
-        for path in unused_mtp(expected, reader.shapes):
+        for path in unused_modules(expected, reader.shapes):
             del expected[path]
         stored = {path: shape for path, shape in reader.shapes.items() if path.endswith((LORA_A, LORA_B))}
         for path in sorted(stored.keys() | expected.keys()):

@@ -261,6 +261,9 @@ class ModelConfig:
     # Reward model: a projection with one output, the score of a conversation, replaces the head of the vocabulary, like
     # the classes ForSequenceClassification of Transformers. train.objective=reward sets it.
     reward_head: bool = False
+    # Value head of PPO: a projection with one output beside the head of the vocabulary, which only training uses.
+    # grpo.advantage_estimator=gae sets it, and other runs have none.
+    value_head: bool = False
     # Class of your own for the blocks, a subclass of maxlm.model.blocks.Block; '' = that class itself. Every command
     # that reads the model imports it.
     block: Literal[''] | FunctionName = ''

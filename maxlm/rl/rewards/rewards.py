@@ -2,7 +2,7 @@
 
 A reward is a pure function of a response and its task, which is the prompt's line as a mapping. `REWARDS` contains all
 rewards by name.
-Rewards are between 0 and 1, except `length`, which is between -1 and 0.
+Rewards are between 0 and 1, except `length` and `soft_overlong_punishment`, which are between -1 and 0.
 
 | reward | keys of the task | value |
 |---|---|---|
@@ -10,12 +10,14 @@ Rewards are between 0 and 1, except `length`, which is between -1 and 0.
 | numeric | `answer`, `tolerance` (relative; 1e-6) | 1 if the number equals the answer within the tolerance |
 | choice | `answer`, a letter | 1 if this letter is chosen |
 | format | | 1 if an answer is marked with \\boxed{}, #### or `answer is` |
+| think_format | | 1 if the response begins with <think>, ends this part with </think>, and does not repeat <think> |
 | syntax | | 1 if the program can be parsed |
 | tests | `tests`, `cases`; see `maxlm.rl.rewards.code_task` | fraction of passed tests |
 | all_tests | `tests`, `cases` | 1 if all tests pass |
 | length | `target_length`, in characters | 0 up to this length, then linear to -1 at twice the length |
 
-`reward_model` is the score of `grpo.reward_model`, which `maxlm.rl.reward_model` computes.
+`reward_model`, the score of `grpo.reward_model`, and `soft_overlong_punishment` depend on the tokens of a response, and
+`maxlm.rl.token_rewards` computes them.
 `package.module:function` is a reward of the user, see `user_reward`.
 """
 
@@ -28,6 +30,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from maxlm.config.user_function import FUNCTION_NAME, is_function_name, load_function
@@ -98,6 +101,15 @@ def format_(response: str, task: Task) -> float:
     return float(bool(marked_answer(response)))
 
 
+def think_format(response: str, task: Task) -> float:
+    """Returns 1.0 if the response is `<think>`, a text, `</think>` and a text, which contain no other `<think>`.
+
+    DeepSeek-AI 2025, "DeepSeek-R1"; the reward `think_format_reward` of TRL.
+    """
+    begin, found, rest = response.partition('<think>')
+    return float(bool(found) and not begin and '<think>' not in rest and '</think>' in rest)
+
+
 def syntax(response: str, task: Task) -> float:
     """Returns 1.0 if the program of the response can be parsed and is not empty."""
     code = extract_code(response)
@@ -145,13 +157,15 @@ REWARDS: dict[str, BatchReward] = {
     'numeric': per_response(numeric),
     'choice': per_response(choice),
     'format': per_response(format_),
+    'think_format': per_response(think_format),
     'syntax': per_response(syntax),
     'tests': tests,
     'all_tests': all_tests,
     'length': per_response(length),
 }
-# Reward that is the score of a reward model.
-MODEL_SCORE = 'reward_model'
+# Rewards that depend on the tokens of a response: the score of a reward model, and a punishment of its length.
+MODEL_SCORE, OVERLONG = 'reward_model', 'soft_overlong_punishment'
+TOKEN_REWARDS = (MODEL_SCORE, OVERLONG)
 NEED_SANDBOX = frozenset({'tests', 'all_tests'})
 
 
@@ -235,7 +249,7 @@ def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: b
     hint = (
         f'did you mean {close[0]}?'
         if close
-        else f'use package.module:function or one of: {", ".join([*REWARDS, MODEL_SCORE])}'
+        else f'use package.module:function or one of: {", ".join([*REWARDS, *TOKEN_REWARDS])}'
     )
     raise InputError(f'unknown reward {name!r}; {hint}')
 
@@ -280,17 +294,17 @@ class RewardSum(NamedTuple):
         tasks: Sequence[Task],
         pool: SandboxPool | None = None,
         functions: FunctionPool | None = None,
-        model_scores: Sequence[float] = (),
+        by_tokens: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> list[Score]:
         """Scores each response by its task, with the rewards of the user in `functions` if given.
 
-        `model_scores` are the scores of the responses by the reward model, if the sum contains it.
+        `by_tokens` has the values of those `TOKEN_REWARDS` that the sum contains.
 
         Raises:
             InputError: a reward fails or a task lacks a key that it requires.
         """
         columns = [
-            model_scores if name == MODEL_SCORE else find_reward(name, functions)(responses, tasks, pool)
+            by_tokens[name] if name in TOKEN_REWARDS else find_reward(name, functions)(responses, tasks, pool)
             for name in self.weights
         ]
         scores = []
@@ -321,7 +335,7 @@ def parse_reward(text: str, *, is_imported: bool = True) -> RewardSum:
             raise InputError(f'reward {text!r}: expected a sum such as numeric + 0.1*length at {found}')
         sign, weight, name = match.groups()
         try:
-            if name != MODEL_SCORE and (is_imported or not is_function_name(name)):
+            if name not in TOKEN_REWARDS and (is_imported or not is_function_name(name)):
                 find_reward(name)
         except InputError as error:
             raise InputError(f'reward {text!r}: {error}') from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rl.rewards.code_task import sandbox_jobs
 from maxlm.rl.rewards.prompts import Prompts
-from maxlm.rl.rewards.rewards import MODEL_SCORE, NEED_SANDBOX, REWARDS, Score, Task, find_reward, parse_reward
+from maxlm.rl.rewards.rewards import NEED_SANDBOX, REWARDS, TOKEN_REWARDS, Score, Task, find_reward, parse_reward
 from maxlm.sandbox.functions import FunctionPool, num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
@@ -101,12 +101,17 @@ class RewardScorer:
             self._pool.close()
 
     def score(
-        self, responses: Sequence[str], tasks: Sequence[Task], *, reward: str = '', model_scores: Sequence[float] = ()
+        self,
+        responses: Sequence[str],
+        tasks: Sequence[Task],
+        *,
+        reward: str = '',
+        by_tokens: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> Scores:
         """Scores each response by its task, with the default sum or with `reward`, one of the sums of the scorer.
 
-        Equal responses to the same task object are scored once. `model_scores` are the scores of the responses by a
-        reward model, if the sum contains it.
+        Equal responses to the same task object are scored once. `by_tokens` has the values of those `TOKEN_REWARDS`
+        that the sum contains.
 
         Raises:
             UserRewardError: a reward of the user failed in this process.
@@ -114,9 +119,10 @@ class RewardScorer:
         """
         total = self._sums[reward or self._default]
         # Equal texts may have different tokens, and then different scores of a reward model.
-        given = model_scores if total.uses_model else [0.0] * len(responses)
+        names = [name for name in TOKEN_REWARDS if name in total.weights]
         keys = [
-            (response, id(task), float(score)) for response, task, score in zip(responses, tasks, given, strict=True)
+            (response, id(task), *(float(by_tokens[name][index]) for name in names))
+            for index, (response, task) in enumerate(zip(responses, tasks, strict=True))
         ]
         first_index = {key: index for index, key in reversed(list(enumerate(keys)))}
         indices = list(first_index.values())
@@ -125,9 +131,9 @@ class RewardScorer:
             [tasks[index] for index in indices],
             self._pool,
             self._functions,
-            [float(given[index]) for index in indices],
+            {name: [float(by_tokens[name][index]) for index in indices] for name in names},
         )
-        by_key: dict[tuple[str, int, float], Score] = dict(zip(first_index, unique_scores, strict=True))
+        by_key: dict[tuple[Any, ...], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
         return Scores(
             np.array([score.total for score in scores], np.float32),
@@ -145,7 +151,7 @@ def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = 
         InputError: the sum cannot be parsed, a reward of the user fails, or a task lacks a key or has an invalid value.
             The message names its line.
     """
-    names = [name for name in parse_reward(reward, is_imported=functions is None).weights if name != MODEL_SCORE]
+    names = [name for name in parse_reward(reward, is_imported=functions is None).weights if name not in TOKEN_REWARDS]
     checks = [_CHECKS[name] for name in names if name in REWARDS]
     user_checks = [_check_by(name, functions) for name in names if name not in REWARDS]
     for index, task in enumerate(prompts.tasks):

@@ -1,1 +1,1 @@
-"""Losses: cross-entropy, distillation, DPO, KTO, reward models, GRPO, and the losses of expert routers."""
+"""Losses: cross-entropy, distillation, DPO, KTO, reward models, GRPO and PPO, and the losses of expert routers."""

@@ -1,10 +1,11 @@
-"""Advantages and GRPO loss of sampled responses, as pure functions.
+"""Losses of sampled responses, as pure functions: those of GRPO and its variants, and of PPO's value head.
 
 Shao et al. 2024, "DeepSeekMath", with the corrections of Yu et al. 2025, "DAPO", Liu et al. 2025, "Understanding
-R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization". For asynchronous rollouts, Fu et
-al. 2025, "AReaL", and Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+R1-Zero-Like Training", and Zheng et al. 2025, "Group Sequence Policy Optimization"; MiniMax 2025, "MiniMax-M1";
+Schulman et al. 2017, "Proximal Policy Optimization Algorithms". For asynchronous rollouts, Fu et al. 2025, "AReaL", and
+Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
-Shapes: B batch, T length, N responses, G responses per group (to the same prompt).
+Shapes: B batch, T length.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.sections.posttraining import GrpoConfig
-
-# Added to the standard deviation of a group before the division.
-EPSILON = 1e-6
 
 
 class PolicySums(NamedTuple):
@@ -35,6 +33,8 @@ class PolicySums(NamedTuple):
         reference_kl: Σ estimated KL divergence from the reference.
         importance: Σ importance weight.
         truncated: number of tokens whose importance weight is truncated.
+        value_loss: Σ loss of the value head.
+        value_clipped: number of tokens whose value is clipped.
     """
 
     objective: jax.Array
@@ -45,28 +45,22 @@ class PolicySums(NamedTuple):
     reference_kl: jax.Array
     importance: jax.Array
     truncated: jax.Array
+    value_loss: jax.Array
+    value_clipped: jax.Array
 
 
-def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
-    """Returns the advantage of each response over its group, float32 [N]; 0 if all rewards of a group are equal.
+class Values(NamedTuple):
+    """Arrays [B, T] of the value head, float32.
 
-    Args:
-        rewards_N: rewards of the responses; the responses of a group are consecutive.
-        config: section `grpo` of the config; `num_generations` is G.
-
-    Examples:
-        Two groups of two responses. All responses of the second group are wrong, so they have no advantage:
-
-        >>> advantages(np.array([1.0, 0.0, 0.0, 0.0]), GrpoConfig(num_generations=2, scale_rewards=False)).tolist()
-        [0.5, -0.5, 0.0, 0.0]
+    Attributes:
+        values_BT: values by the trained model.
+        old_values_BT: values before the first update by the responses.
+        returns_BT: targets of the values.
     """
-    groups = np.asarray(rewards_N, np.float64).reshape(-1, config.num_generations)
-    centred = groups - groups.mean(axis=1, keepdims=True)
-    agree = np.ptp(groups, axis=1, keepdims=True) == 0
-    if config.scale_rewards:
-        # The sample standard deviation, with divisor G - 1.
-        centred /= groups.std(axis=1, ddof=1, keepdims=True) + EPSILON
-    return np.where(agree, 0.0, centred).astype(np.float32).reshape(-1)
+
+    values_BT: jax.Array
+    old_values_BT: jax.Array
+    returns_BT: jax.Array
 
 
 def token_weights(predicted_BT: np.ndarray, active_B: np.ndarray, config: GrpoConfig) -> np.ndarray:
@@ -106,13 +100,20 @@ def policy_sums(
     weights_BT: jax.Array,
     config: GrpoConfig,
     proximal_BT: jax.Array | None = None,
+    values: Values | None = None,
 ) -> PolicySums:
-    """Sums the loss -w · min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL over tokens.
+    """Sums -w · min(r · A, clip(r, 1 - epsilon, 1 + epsilon_high) · A) + kl_coef · KL - entropy_coef · H over tokens.
 
     r is the probability of a token under the trained policy, divided by its probability when it was sampled, and w is
     1. With `loss_type` gspo, r is the geometric mean of these quotients over the tokens of the response, the same for
-    all of its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with
-    the reference's probability q.
+    all of its tokens. With cispo, the first term is -w · min(r, epsilon_high) · A · log p, and only log p has a
+    gradient (MiniMax 2025). KL is `kl_divergence` from the reference, and H the entropy of the softmax.
+
+    With `values`, the sum contains the loss of the value head, as in OpenAI Baselines (Dhariwal et al. 2017):
+
+        vf_coef / 2 · max((v - R)², (clip(v, v' - c, v' + c) - R)²)
+
+    Here v is the value, v' the old value, R the return and c = cliprange_value.
 
     With `async_rollouts`, the policy that sampled the tokens is older than the proximal policy, which is the policy
     before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative to the
@@ -123,15 +124,15 @@ def policy_sums(
     Args:
         log_probs_BT: log-probabilities of the tokens by the trained policy.
         entropies_BT: entropies of its softmax.
-        reference_BT: log-probabilities by the reference; None without a reference.
+        reference_BT: log-probabilities by the reference; None if the loss has no KL divergence.
         old_log_probs_BT: log-probabilities by the policy that sampled the tokens.
-        advantages_BT: advantage of the token's response.
+        advantages_BT: advantages of the tokens.
         predicted_BT: 1 at tokens of responses, else 0.
         weights_BT: weights of the tokens in the loss.
-        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef`, `loss_type`, `async_rollouts` and
-            `importance_sampling_cap` are used.
+        config: section `grpo` of the config.
         proximal_BT: with `async_rollouts`, log-probabilities by the proximal policy. None in the first step after a
             rollout, in which the trained policy is the proximal policy.
+        values: outputs and targets of the value head; None without one.
     """
     # Select before multiplying: positions without a target may contain non-finite values.
     is_predicted = predicted_BT > 0
@@ -155,13 +156,24 @@ def policy_sums(
         importance_BT = jnp.minimum(full_BT, config.importance_sampling_cap)
         truncated_BT = (full_BT > config.importance_sampling_cap).astype(jnp.float32)
     ratio_BT = ratio(log_ratio_BT)
-    bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
-    gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
+    if config.loss_type == 'cispo':
+        bounded_BT = jax.lax.stop_gradient(jnp.minimum(ratio_BT, config.epsilon_high))
+        gain_BT = bounded_BT * advantages_BT * jnp.where(is_predicted, log_probs_BT, 0)
+        is_clipped_BT = ratio_BT > config.epsilon_high
+    else:
+        bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
+        gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
+        is_clipped_BT = bounded_BT * advantages_BT < ratio_BT * advantages_BT
     loss_BT = -importance_BT * gain_BT if config.async_rollouts else -gain_BT
-    reference_kl_BT = jnp.zeros_like(loss_BT)
+    reference_kl_BT = value_loss_BT = value_clipped_BT = jnp.zeros_like(loss_BT)
     if reference_BT is not None:
-        reference_kl_BT = _k3(jnp.where(is_predicted, reference_BT - log_probs_BT, 0))
+        reference_kl_BT = kl_divergence(jnp.where(is_predicted, log_probs_BT - reference_BT, 0), config.kl_estimator)
         loss_BT = loss_BT + config.kl_coef * reference_kl_BT
+    if config.entropy_coef:
+        loss_BT = loss_BT - config.entropy_coef * jnp.where(is_predicted, entropies_BT, 0)
+    if values is not None:
+        value_loss_BT, value_clipped_BT = _value_loss(values, is_predicted, config.cliprange_value)
+        loss_BT = loss_BT + config.vf_coef * value_loss_BT
 
     def total(x_BT: jax.Array) -> jax.Array:
         return jax.lax.stop_gradient(jnp.where(is_predicted, x_BT, 0).sum())
@@ -169,14 +181,39 @@ def policy_sums(
     return PolicySums(
         objective=(weights_BT * loss_BT).sum(),
         tokens=total(predicted_BT),
-        clipped=total((bounded_BT * advantages_BT < ratio_BT * advantages_BT).astype(jnp.float32)),
+        clipped=total(is_clipped_BT.astype(jnp.float32)),
         entropy=total(entropies_BT),
-        old_kl=total(_k3(-old_log_ratio_BT)),
+        old_kl=total(kl_divergence(old_log_ratio_BT, 'k3')),
         reference_kl=total(reference_kl_BT),
         importance=total(importance_BT),
         truncated=total(truncated_BT),
+        value_loss=total(value_loss_BT),
+        value_clipped=total(value_clipped_BT),
     )
 
 
-def _k3(log_ratio: jax.Array) -> jax.Array:
-    return jnp.expm1(log_ratio) - log_ratio
+def _value_loss(values: Values, is_predicted_BT: jax.Array, cliprange: float) -> tuple[jax.Array, jax.Array]:
+    """Returns the loss of each value, and 1 where the clipped value determines it; see `policy_sums`."""
+    values_BT, old_BT, returns_BT = (jnp.where(is_predicted_BT, x_BT, 0) for x_BT in values)
+    bounded_BT = jnp.clip(values_BT, old_BT - cliprange, old_BT + cliprange)
+    free_BT, clipped_BT = jnp.square(values_BT - returns_BT), jnp.square(bounded_BT - returns_BT)
+    return jnp.maximum(free_BT, clipped_BT) / 2, (clipped_BT > free_BT).astype(jnp.float32)
+
+
+def kl_divergence(log_ratio: jax.Array, estimator: str) -> jax.Array:
+    """Estimates the KL divergence of p from q by the tokens that p sampled.
+
+    With r = q/p, k1 is -log r, k2 is log²(r) / 2 and k3 is r - 1 - log r (Schulman 2020, "Approximating KL
+    Divergence").
+
+    Args:
+        log_ratio: log(p/q) of tokens.
+        estimator: k1, k2 or k3.
+
+    Examples:
+        >>> [round(float(kl_divergence(jnp.log(0.5 / 0.25), name)), 4) for name in ('k1', 'k2', 'k3')]
+        [0.6931, 0.2402, 0.1931]
+    """
+    if estimator == 'k1':
+        return log_ratio
+    return jnp.square(log_ratio) / 2 if estimator == 'k2' else jnp.expm1(-log_ratio) + log_ratio

@@ -28,11 +28,13 @@ class TokenLogProbs(NamedTuple):
 
     Attributes:
         log_probs_BT: log softmax(logits)[target].
-        entropies_BT: entropy of the softmax in nats, without gradient.
+        entropies_BT: entropy of the softmax in nats.
+        values_BT: outputs of the value head; None without one.
     """
 
     log_probs_BT: jax.Array
     entropies_BT: jax.Array
+    values_BT: jax.Array | None = None
 
 
 def token_log_probs(
@@ -44,10 +46,11 @@ def token_log_probs(
     chunk: int,
     logit_softcap: float = 0.0,
     row_groups: int = 1,
+    has_entropy_gradient: bool = False,
 ) -> TokenLogProbs:
     """Returns the log-probability of every target, differentiable with respect to hidden states and kernel.
 
-    The arguments are those of `cross_entropy`.
+    The entropy is differentiable only with `has_entropy_gradient`. The other arguments are those of `cross_entropy`.
     """
     vocab_size = kernel_DV.shape[1]
 
@@ -59,8 +62,9 @@ def token_log_probs(
         return jnp.where(is_target, scores, 0).sum(-1) - log_z, entropy
 
     chunks = LogitChunks(hidden_BTD, partitioning=partitioning, chunk=chunk, row_groups=row_groups)
-    log_probs_BT, entropies_BT = _per_token(log_probs, chunks, hidden_BTD, kernel_DV, targets_BT)
-    return TokenLogProbs(log_probs_BT, jax.lax.stop_gradient(entropies_BT))
+    num_differentiable = 2 if has_entropy_gradient else 1
+    log_probs_BT, entropies_BT = _per_token(log_probs, chunks, hidden_BTD, kernel_DV, targets_BT, num_differentiable)
+    return TokenLogProbs(log_probs_BT, entropies_BT if has_entropy_gradient else jax.lax.stop_gradient(entropies_BT))
 
 
 def token_losses(
@@ -105,8 +109,12 @@ def _per_token(
     hidden_BTD: jax.Array,
     kernel_DV: jax.Array,
     targets_BT: jax.Array,
+    num_differentiable: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the two results [B, T] of a function of (logits, targets) of a chunk. Only the first has a gradient."""
+    """Returns the two results [B, T] of a function of (logits, targets) of a chunk.
+
+    Only the first `num_differentiable` have a gradient, because each takes time in the backward pass.
+    """
     vocab_size = kernel_DV.shape[1]
 
     @jax.custom_vjp
@@ -128,12 +136,12 @@ def _per_token(
         kernel_RPDV = chunks.spread(kernel_DV)
 
         def add(kernel_gradient: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-            hidden, targets, cotangent = inputs
+            hidden, targets, *cotangent = inputs
             scores = chunks.logits(hidden, kernel_RPDV)
-            _, pull_back = jax.vjp(lambda x: function(x, targets)[0], scores)
-            return chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, *pull_back(cotangent))
+            _, pull_back = jax.vjp(lambda x: function(x, targets)[:num_differentiable], scores)
+            return chunks.add_gradient(kernel_gradient, hidden, kernel_RPDV, *pull_back(tuple(cotangent)))
 
-        inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, cotangents[0])))
+        inputs = tuple(map(chunks.split, (hidden_BTD, targets_BT, *cotangents[:num_differentiable])))
         kernel_gradient, of_hidden = scan_chunks(add, chunks.no_gradient(kernel_RPDV), inputs)
         return chunks.join(of_hidden).astype(hidden_BTD.dtype), chunks.sum_gradient(kernel_gradient, vocab_size)
 

@@ -11,7 +11,7 @@ from maxlm.errors import InputError
 from maxlm.model.experts.router import BALANCE_BIAS
 from maxlm.model.layers.lora import LORA_A, LORA_B
 from maxlm.model.layers.weight_only_quantization import CODES, SCALES, weights_of
-from maxlm.model.parameters import SCORE_KERNEL
+from maxlm.model.parameters import SCORE_KERNEL, VALUE_HEAD
 
 Tree = Mapping[str, Any]
 ADAPTERS = (LORA_A, LORA_B)
@@ -20,14 +20,15 @@ ADAPTERS = (LORA_A, LORA_B)
 def is_trained(config: Config, name: str) -> bool:
     """Returns True if the optimizer trains the parameter with this dotted name.
 
-    Quantized kernels are never trained. With adapters, only they and the head of a reward model are by default.
+    Quantized kernels are never trained. With adapters, only they, the head of a reward model and a value head are by
+    default.
     """
     if name.endswith((BALANCE_BIAS, CODES, SCALES)):
         return False
     if name.endswith(ADAPTERS) or any(matches(name, pattern) for pattern in config.optimizer.trainable_params):
         return True
     if config.model.lora_rank:
-        return name == SCORE_KERNEL
+        return name == SCORE_KERNEL or name.startswith(f'{VALUE_HEAD}.')
     return not any(matches(name, pattern) for pattern in config.optimizer.frozen_params)
 
 

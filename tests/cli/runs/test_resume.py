@@ -28,7 +28,11 @@ from tests.small_posttraining import (
 
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
-OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async')
+# With two responses of a group, many rewards are equal.
+DYNAMIC = {'grpo__max_num_gen_batches': 3, 'grpo__num_generations': 2, 'grpo__prompts_per_rollout': 8}
+# PPO with its KL divergence in the rewards.
+PPO = {'grpo__advantage_estimator': 'gae', 'grpo__kl_coef': 0.05, 'grpo__kl_in_reward': True}
+OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async', 'grpo_dynamic', 'grpo_ppo')
 LAST = 6
 SETTINGS = {
     'train__num_steps': LAST,
@@ -82,6 +86,8 @@ def commands(dataset, tmp_path_factory):
         ),
         'grpo': (grpo.main, grpo_arguments(prompts, **rewarded)),
         'grpo_async': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__async_rollouts=True)),
+        'grpo_dynamic': (grpo.main, grpo_arguments(prompts, **rewarded, **DYNAMIC)),
+        'grpo_ppo': (grpo.main, grpo_arguments(prompts, **rewarded, **PPO)),
     }
 
 
@@ -147,6 +153,8 @@ def test_a_run_that_ended_early_resumes_exactly(
         uninterrupted(objective),
         ('params', 'ema') if 'optimizer.ema_decay' in ' '.join(words) else ('params',),
     )
+    if objective == 'grpo_dynamic':
+        assert max(line.get('rollout/num_gen_batches', 0) for line in curve(tmp_path).values()) > 1
     first = (1, 'preempted', EXIT_PREEMPTED) if how == 'stopped' else (1, 'failed', EXIT_FAILED)
     assert ends(tmp_path) == [first, (2, 'finished', EXIT_DONE)]
     resumed = [event['from_step'] for event in read_events(tmp_path).lines if event['kind'] == 'resumed']

@@ -1,4 +1,4 @@
-"""Memory and operations of reward models in plans."""
+"""Memory and operations of reward models and value heads in plans."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ import jax
 
 from maxlm.planning.estimate.memory import estimate_memory
 from maxlm.planning.estimate.state_bytes import planned_state_bytes, scorer_bytes, state_bytes
-from maxlm.training.flops import training_flops
+from maxlm.training.flops import step_flops, training_flops
 from maxlm.training.state import abstract_params, abstract_state
 from tests.small import small_config, small_layout
 
@@ -44,3 +44,23 @@ def test_the_reward_model_of_rollouts_is_part_of_the_memory():
     without = dataclasses.replace(config, scorer=None)
     assert estimate_memory(config, 'gpu').reward_model == scorer_bytes(config) == size > 0
     assert estimate_memory(config, 'gpu').total - estimate_memory(without, 'gpu').total == size
+
+
+def test_the_state_of_ppo_has_the_planned_size():
+    ppo = {'train__objective': 'grpo', 'grpo__advantage_estimator': 'gae'}
+    config = small_config(4, mesh__fsdp=4, **ppo, **WIDE)
+    planned, exact = planned_state_bytes(config), state_bytes(abstract_state(config, small_layout(config)))
+    assert planned.parameters == exact.parameters
+    assert exact.moments - planned.moments == 8
+    # The value head.
+    plain = small_config(4, mesh__fsdp=4, train__objective='grpo', **WIDE)
+    assert planned.parameters - planned_state_bytes(plain).parameters == config.model.dim * 4 // 4
+    assert training_flops(config.model, 16).full - training_flops(plain.model, 16).full == 6 * config.model.dim
+
+
+def test_a_divergence_in_the_rewards_is_not_computed_by_the_step():
+    kl = {'train__objective': 'grpo', 'grpo__kl_coef': 0.1, 'train__init_from': 'base'}
+    loss, reward = (small_config(**kl, grpo__kl_in_reward=each, **WIDE) for each in (False, True))
+    without = step_flops(small_config(train__objective='grpo', **WIDE), 16).full
+    assert step_flops(reward, 16).full == without
+    assert step_flops(loss, 16).full == without * 4 / 3

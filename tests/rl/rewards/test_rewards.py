@@ -1,6 +1,7 @@
 """Tests reward functions, sums of rewards, and texts designed to be slow."""
 
 import pytest
+from trl.rewards import think_format_reward
 
 from maxlm.errors import InputError
 from maxlm.rl.rewards import rewards
@@ -55,6 +56,8 @@ CASES = [
     ('format', 'so 1', {}, WRONG),
     ('format', '\\boxed{}', {}, WRONG),
     ('format', '\\boxed{1', {}, WRONG),
+    ('think_format', '<think>a\n</think>b', {}, CORRECT),
+    ('think_format', 'a<think>b</think>', {}, WRONG),
     ('syntax', 'Here:\n```python\nx = 1\n```\nDone.', {}, CORRECT),
     ('syntax', '```python\nx =\n```', {}, WRONG),
     ('syntax', '```python\nx = 1\n``` \n```bash\nls -l\n```', {}, CORRECT),
@@ -152,6 +155,29 @@ def test_programs_are_scored_in_the_sandbox():
 def test_long_responses_take_linear_time(unit):
     # A quadratic algorithm would take minutes for this length.
     response = unit * 60_000
-    for name in ('exact', 'choice', 'format', 'syntax'):
+    for name in ('exact', 'choice', 'format', 'think_format', 'syntax'):
         REWARDS[name]([response], [{'answer': 'A'}], None)
     rewards.numeric(response, {'answer': 1})
+
+
+THOUGHTS = (
+    '<think>a</think>b',
+    '<think></think>',
+    '<think>a\n\nb</think>\nc\n',
+    '<think>a</think>b</think>',
+    '<think>a',
+    '',
+    'b</think>',
+    ' <think>a</think>b',
+    '<think>a<think>b</think>',
+    '<think>a</think>b<think>c</think>',
+    '<think>a</think><think>',
+    '<Think>a</Think>',
+    '</think><think>a',
+)
+
+
+@pytest.mark.parametrize('text', THOUGHTS)
+def test_format_of_thoughts_equals_that_of_trl(text):
+    (expected,) = think_format_reward([[{'content': text}]])
+    assert parse_reward('think_format').score([text], [{}])[0].total == expected

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.training.losses.grpo import EPSILON, advantages, policy_sums, token_weights
+from maxlm.training.losses.advantages import advantages
+from maxlm.training.losses.grpo import Values, kl_divergence, policy_sums, token_weights
 
 CONFIG = GrpoConfig(num_generations=4, max_completion_length=6)
 RNG = np.random.default_rng(0)
@@ -179,17 +180,6 @@ def test_decoupled_loss_with_weights_of_one_is_the_synchronous_loss(loss_type):
     assert decoupled(NEW, PROXIMAL, config=decoupled_config)[0] != expected
 
 
-def test_advantages_are_relative_to_the_group():
-    found = advantages(REWARDS, CONFIG)
-    deviation = np.std([1, 0, 0, 1], ddof=1) + EPSILON
-    np.testing.assert_allclose(found, [*np.array([0.5, -0.5, -0.5, 0.5]) / deviation, 0, 0, 0, 0], rtol=1e-6)
-    plain = advantages(REWARDS, dataclasses.replace(CONFIG, scale_rewards=False))
-    np.testing.assert_allclose(plain, [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0])
-    # Rounding errors of the mean must not become tiny advantages that the division enlarges.
-    thirds = advantages(np.full(8, 1 / 3, np.float32), CONFIG)
-    assert not thirds.any()
-
-
 def test_token_weights_by_loss_type():
     predicted = np.zeros((2, 6), np.float32)
     predicted[0, :2], predicted[1, :4] = 1, 1
@@ -215,3 +205,74 @@ def test_values_at_unpredicted_positions_are_ignored():
     # Negative control: a token of a response changes the loss.
     changed = np.where(predicted > 0, old - 1, old).astype(np.float32)
     assert jax.value_and_grad(objective, has_aux=True)(jnp.asarray(new), **given, old=changed)[0][0] != expected[0][0]
+
+
+# One token of probability ½ by the policy and ¼ by the reference, and one of 0.1 and 0.3: log(p/q), log²(p/q) / 2 and
+# q/p - 1 - log(q/p) (Schulman 2020, "Approximating KL Divergence").
+KL = {'k1': [0.6931472, -1.0986123], 'k2': [0.2402265, 0.6034745], 'k3': [0.1931472, 0.9013877]}
+
+
+@pytest.mark.parametrize('estimator', KL)
+def test_kl_estimators_equal_a_table(estimator):
+    log_ratio = np.log(np.array([0.5, 0.1], np.float32) / np.array([0.25, 0.3], np.float32))
+    np.testing.assert_allclose(kl_divergence(log_ratio, estimator), KL[estimator], rtol=1e-5)
+
+
+@pytest.mark.parametrize('estimator', KL)
+def test_expected_kl_estimates_are_the_divergence(estimator):
+    """The expectations of k1 and k3 under p are the exact divergence, and that of k2 is close if p and q are."""
+    rng = np.random.default_rng(3)
+    p, q = (x / x.sum() for x in rng.uniform(0.9, 1.1, (2, 50)))
+    exact = (p * np.log(p / q)).sum()
+    found = (p * np.asarray(kl_divergence(np.log(p / q), estimator))).sum()
+    np.testing.assert_allclose(found, exact, rtol=0.1 if estimator == 'k2' else 1e-3)
+    # Negative control: the estimate of the divergence in the other direction.
+    assert abs((q * np.asarray(kl_divergence(np.log(p / q), estimator))).sum() - exact) > 1e-6
+
+
+def test_loss_contains_the_chosen_kl_estimator():
+    predicted, old, new, reference = batch()
+    given = {
+        'predicted': predicted,
+        'old': old,
+        'reference': reference,
+        'advantage': np.zeros(B, np.float32),
+        'weights': predicted,
+    }
+    for estimator in KL:
+        config = dataclasses.replace(CONFIG, kl_coef=0.3, kl_estimator=estimator)
+        loss, sums = objective(jnp.asarray(new), config=config, **given)
+        expected = (predicted * np.asarray(kl_divergence(new - reference, estimator))).sum()
+        np.testing.assert_allclose(sums.reference_kl, expected, rtol=1e-5)
+        np.testing.assert_allclose(loss, 0.3 * expected, rtol=1e-5)
+
+
+# Value, old value and return of a token, and max((v - R)², (clip(v, v' - 0.2, v' + 0.2) - R)²) / 2: the value is in the
+# range; it moved too far toward the return, so that the clipped value determines the loss; it moved away.
+VALUES = [(0.1, 0.0, 1.0, 0.405), (0.9, 0.0, 1.0, 0.32), (-0.9, 0.0, 1.0, 1.805)]
+
+
+def test_value_loss_equals_a_table():
+    config = dataclasses.replace(CONFIG, cliprange_value=0.2, vf_coef=0.5)
+    values, old, returns, losses = (jnp.array([column], jnp.float32) for column in zip(*VALUES, strict=True))
+
+    def loss(values):
+        zero = jnp.zeros_like(values)
+        sums = policy_sums(
+            zero,
+            zero,
+            None,
+            old_log_probs_BT=zero,
+            advantages_BT=zero,
+            predicted_BT=zero + 1,
+            weights_BT=zero + 1,
+            config=config,
+            values=Values(values, old, returns),
+        )
+        return sums.objective, sums
+
+    (found, sums), gradient = jax.value_and_grad(loss, has_aux=True)(values)
+    np.testing.assert_allclose(found, 0.5 * losses.sum(), rtol=1e-6)
+    np.testing.assert_allclose([sums.value_loss, sums.value_clipped], [losses.sum(), 1], rtol=1e-6)
+    # A clipped value has no gradient.
+    np.testing.assert_allclose(gradient[0], [0.5 * (0.1 - 1), 0, 0.5 * (-0.9 - 1)], rtol=1e-6)

@@ -38,6 +38,9 @@ def table(seed, scale=1.0):
 
 POLICY, REFERENCE = table(0), table(1)
 OLD_POLICY = POLICY + table(2, 0.15)
+# Policy that sampled the responses, if it differs from the policy before the first update.
+SAMPLING_POLICY = OLD_POLICY + table(4, 0.15)
+CAP = 1.05
 
 
 class Bigram(torch.nn.Module):
@@ -54,8 +57,9 @@ class Bigram(torch.nn.Module):
             return SimpleNamespace(logits=self.logits[input_ids])
         log_probs = self.logits.log_softmax(-1)[input_ids[:, :-1], input_ids[:, 1:]]
         log_probs = torch.where(labels[:, 1:] == -100, 0, log_probs)
+        entropy = torch.distributions.Categorical(logits=self.logits).entropy()[input_ids[:, :-1]]
         none = torch.zeros_like(log_probs).detach()
-        return SimpleNamespace(log_probs=log_probs, entropy=none, mean_logits=none, is_top1=none > 0)
+        return SimpleNamespace(log_probs=log_probs, entropy=entropy, mean_logits=none, is_top1=none > 0)
 
 
 def unchanged(x, **_):
@@ -73,6 +77,7 @@ def make_trainer(kind, model, **settings):
         gather_for_metrics=unchanged,
         reduce=unchanged,
         autocast=contextlib.nullcontext,
+        sync_gradients=False,
     )
     args = SimpleNamespace(
         gradient_checkpointing_kwargs=None,
@@ -259,6 +264,17 @@ REWARDS = {
     'bnpo': ({'loss_type': 'dapo'}, {'loss_type': 'bnpo'}),
     'gspo': ({'loss_type': 'gspo'}, {'loss_type': 'grpo', 'importance_sampling_level': 'sequence'}),
     'without KL': ({'loss_type': 'dapo', 'kl_coef': 0.0}, {'loss_type': 'dapo', 'beta': 0.0}),
+    # The largest ratio.
+    'cispo': ({'loss_type': 'cispo', 'epsilon_high': 1.1}, {'loss_type': 'cispo', 'epsilon_high': 1.1}),
+    'entropy bonus': (
+        {'loss_type': 'dapo', 'entropy_coef': 0.05},
+        {'loss_type': 'dapo', 'entropy_coef': 0.05, '_entropy_bonus_enabled': True, 'use_adaptive_entropy': False},
+    ),
+    # The mode token_truncate of TRL with the largest weight CAP.
+    'truncated importance sampling': (
+        {'loss_type': 'dapo', 'async_rollouts': True, 'importance_sampling_cap': CAP},
+        {'loss_type': 'dapo', 'use_vllm': True, 'vllm_importance_sampling_correction': True},
+    ),
 }
 RESPONSES = make_answers(6, seed=7)
 ADVANTAGES = np.array([1.2, -0.4, 0.3, -1.1, 0.8, -0.9], np.float32)
@@ -295,9 +311,12 @@ def grpo_of_trl(settings, model):
     ids, mask = (torch.cat([batch[f'prompt_{x}'], batch[f'completion_{x}']], 1) for x in ('ids', 'mask'))
     kept = batch['completion_ids'].shape[1]
     with torch.no_grad():
-        for name, logits in (('old', OLD_POLICY), ('ref', REFERENCE)):
+        for name, logits in (('old', OLD_POLICY), ('ref', REFERENCE), ('sampling', SAMPLING_POLICY)):
             found = trainer._get_per_token_logps_and_entropies(Bigram(logits), ids, mask, kept)
             batch[f'{name}_per_token_logps'] = found[0]
+        ratio = torch.exp(batch['old_per_token_logps'] - batch['sampling_per_token_logps'])
+        batch['importance_sampling_ratio'] = torch.clamp(ratio, max=CAP)
+        assert 0.1 < (ratio > CAP)[batch['completion_mask'] > 0].float().mean() < 0.9
     batch |= {'advantages': torch.tensor(ADVANTAGES), 'num_items_in_batch': batch['completion_mask'].sum()}
     return trainer.compute_loss(model, batch)
 
@@ -310,15 +329,17 @@ def grpo_loss(settings, policy):
     predicted = batch['weights']
     weights = token_weights(predicted, np.ones(len(RESPONSES)), grpo)
     found = log_probs(policy, batch)
+    entropies = -(jax.nn.softmax(policy) * jax.nn.log_softmax(policy)).sum(-1)
     sums = policy_sums(
         found,
-        jnp.zeros_like(found),
+        entropies[batch['tokens']],
         log_probs(REFERENCE, batch) if grpo.kl_coef else None,
-        old_log_probs_BT=log_probs(OLD_POLICY, batch),
+        old_log_probs_BT=log_probs(SAMPLING_POLICY if grpo.async_rollouts else OLD_POLICY, batch),
         advantages_BT=jnp.broadcast_to(jnp.array(ADVANTAGES)[:, None], found.shape),
         predicted_BT=predicted,
         weights_BT=weights,
         config=grpo,
+        proximal_BT=log_probs(OLD_POLICY, batch) if grpo.async_rollouts else None,
     )
     is_budget = grpo.loss_type == 'dr_grpo'
     return sums.objective / (len(RESPONSES) * LONGEST if is_budget else weights.sum())

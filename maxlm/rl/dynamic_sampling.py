@@ -1,0 +1,85 @@
+"""Dynamic sampling: replaces groups with equal rewards, which give no gradient (Yu et al. 2025, "DAPO").
+
+Shapes: N responses, G responses per group (to the same prompt), P groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.rl.rewards.scorer import Scores
+from maxlm.rl.rollout_generator import Responses
+
+
+class ScoredRollout(NamedTuple):
+    """Responses with their rewards.
+
+    Attributes:
+        prompts: index of the prompt of each response; the responses of a group are consecutive.
+        responses: N responses.
+        scores: their rewards.
+    """
+
+    prompts: list[int]
+    responses: Responses
+    scores: Scores
+
+
+def differ(scores: Scores, num_generations: int) -> np.ndarray:
+    """Returns True for each group whose rewards are not all equal, bool [P]."""
+    different: np.ndarray = np.ptp(scores.rewards.reshape(-1, num_generations), axis=1) > 0
+    return different
+
+
+def fill_groups(
+    first: ScoredRollout, draw: Callable[[int], ScoredRollout], grpo: GrpoConfig
+) -> tuple[ScoredRollout, dict[str, float]]:
+    """Replaces groups with equal rewards by groups of further rollouts, in their order, until none is left.
+
+    The shapes stay those of the first rollout. After `grpo.max_num_gen_batches` rollouts, the first one included, the
+    other groups with equal rewards remain, and have weight 0. With 1, there is no dynamic sampling and no metric.
+
+    Args:
+        first: the rollout.
+        draw: returns the rollout of the attempt with this number, from 1. It depends only on the number, so a run that
+            repeats the rollout replaces the same groups.
+        grpo: section `grpo` of the config; `num_generations` is G.
+
+    Returns:
+        The rollout and the metrics of the attempts.
+    """
+    found, attempts, num_generations = first, 1, grpo.num_generations
+    if grpo.max_num_gen_batches == 1:
+        return first, {}
+    while attempts < grpo.max_num_gen_batches and not (is_filled_P := differ(found.scores, num_generations)).all():
+        more = draw(attempts)
+        new = np.flatnonzero(differ(more.scores, num_generations))
+        old = np.flatnonzero(~is_filled_P)
+        num = min(len(new), len(old))
+        found = _replaced(found, old[:num], more, new[:num], num_generations)
+        attempts += 1
+    unfilled = float((~differ(found.scores, num_generations)).mean())
+    return found, {'rollout/num_gen_batches': float(attempts), 'rollout/unfilled_groups': unfilled}
+
+
+def _replaced(
+    rollout: ScoredRollout, old: np.ndarray, other: ScoredRollout, new: np.ndarray, num_generations: int
+) -> ScoredRollout:
+    """Returns the rollout with the groups `new` of another one in place of its groups `old`."""
+    old_N, new_N = ((groups[:, None] * num_generations + np.arange(num_generations)).ravel() for groups in (old, new))
+
+    def replace(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+        rows = rows.copy()
+        rows[old_N] = others[new_N]
+        return rows
+
+    prompts = replace(np.asarray(rollout.prompts), np.asarray(other.prompts)).tolist()
+    arrays, others = ({**each.responses._asdict(), 'passes': None} for each in (rollout, other))
+    passes = rollout.responses.passes + other.responses.passes
+    responses = Responses(**{**jax.tree.map(replace, arrays, others), 'passes': passes})
+    return ScoredRollout(prompts, responses, jax.tree.map(replace, rollout.scores, other.scores))
