@@ -157,6 +157,16 @@ def test_headers(tmp_path, header, fragments):
     refuse(path, *fragments)
 
 
+def test_tensors_that_overlap(tmp_path):
+    content = write(tmp_path / 'whole.gguf', METADATA, tensors()).read_bytes()
+    name = b'blk.0.attn_k.weight'
+    # After the name are the number of axes, two sizes and the type.
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4
+    path = tmp_path / 'a.gguf'
+    path.write_bytes(content[:place] + struct.pack('<Q', 0) + content[place + 8 :])
+    refuse(path, 'blk.0.attn_k.weight', 'overlap', 'download it again')
+
+
 def split(folder, **metadata):
     """Writes a model in two files."""
     halves = list(tensors().items())
