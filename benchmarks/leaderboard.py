@@ -32,7 +32,7 @@ from benchmarks.nanochat_rows import SEQ_LEN, write_rows
 from benchmarks.nanochat_sides import Size, bits_per_byte, maxlm_config, present_recipe, row_batch
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code, os_message
 from maxlm.storage.json_text import parse_json
 from maxlm.training.state import init_state
 from maxlm.training.step import make_eval_step, make_train_step
@@ -225,6 +225,8 @@ def _read(file: Path, option: str) -> dict[str, Any]:
     """Returns a result; InputError if the file has none."""
     try:
         result = parse_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f'{option}={file}: {os_message(error)}; give a result of this command') from error
     except ValueError as error:
         raise InputError(f'{option}={file}: is not JSON: {error}; give a result of this command') from error
     if not isinstance(result, dict) or not all(key in result for key in (*CONDITIONS, *OTHERS)):
@@ -233,7 +235,10 @@ def _read(file: Path, option: str) -> dict[str, Any]:
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
-    file.write_text(json.dumps(result, indent=1) + '\n')
+    try:
+        file.write_text(json.dumps(result, indent=1) + '\n')
+    except OSError as error:
+        raise InputError(f'--output={file}: {os_message(error)}; give a file in an existing directory') from error
 
 
 if __name__ == '__main__':
