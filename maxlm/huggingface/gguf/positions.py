@@ -34,8 +34,6 @@ def read_positions(metadata: Metadata, factors: Mapping[str, np.ndarray], model:
     magnitude = metadata.number('rope.scaling.attn_factor', 0.0)
     if kind not in ('none', 'linear', 'yarn', 'longrope'):
         raise metadata.error('rope.scaling.type', 'not supported; use none, linear, yarn or longrope')
-    if kind in ('none', 'linear') and magnitude not in (0, 1):
-        raise metadata.error('rope.scaling.attn_factor', 'supported only with yarn and longrope; use another model')
     if all(name in factors for name in FACTORS_LONGROPE):
         # The shortest decimal numbers, as in `GgufFiles.metadata`.
         long, short = (tuple(float(str(value)) for value in factors[name]) for name in FACTORS_LONGROPE)
@@ -49,6 +47,8 @@ def read_positions(metadata: Metadata, factors: Mapping[str, np.ndarray], model:
             'rope_long_factors': long,
             'rope_attention_factor': 0.0 if is_default else magnitude,
         }
+    if kind in ('none', 'linear') and magnitude not in (0, 1):
+        raise metadata.error('rope.scaling.attn_factor', 'supported only with yarn and longrope; use another model')
     if FACTORS_LLAMA3 in factors:
         return settings | _llama3(metadata, factors[FACTORS_LLAMA3], theta, model)
     if kind in ('none', 'longrope') or (kind == 'linear' and factor == 1):

@@ -65,6 +65,7 @@ def test_the_model_of_these_tests_is_valid(tmp_path):
         ({'llama.attention.clamp_kqv': 8.0}, ['llama.attention.clamp_kqv=8.0', '--remove-metadata']),
         ({'llama.rope.dimension_count': 2}, ['rope.dimension_count=2', 'must be 4']),
         ({'llama.rope.scaling.type': 'other'}, ["rope.scaling.type='other'", 'yarn']),
+        ({'llama.rope.scaling.attn_factor': 1.5}, ['rope.scaling.attn_factor=1.5', 'yarn']),
         ({'llama.attention.value_length': 2}, ['attention.value_length=2', '4']),
         ({'llama.context_length': 0}, ['llama.context_length=0']),
         ({'llama.embedding_length': 12}, ['token_embd.weight', '(300, 8)', '(300, 12)']),
