@@ -4,7 +4,7 @@
         [--change=optimizer.warmup_steps=20 …]
 
 Each track has a model, a length and a target. An entry changes any key of the config with `--change`, which is
-repeatable, but not the text, the tokenizer or the validation rows. Its runs end at the target. Between evaluations the
+repeatable, but not the text, the tokenizer, the rows or the seed. Its runs end at the target. Between evaluations the
 loss is interpolated. The time is that of the training steps, without compilation and evaluation; text is tokenized
 before.
 
@@ -32,11 +32,16 @@ from benchmarks.nanochat_rows import SEQ_LEN, write_rows
 from benchmarks.nanochat_sides import Size, bits_per_byte, maxlm_config, present_recipe, row_batch
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
-from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code
+from maxlm.errors import EXIT_DONE, EXIT_FAILED, InputError, exit_code, os_message
+from maxlm.storage.json_text import parse_json
 from maxlm.training.state import init_state
 from maxlm.training.step import make_eval_step, make_train_step
 
 SEEDS, SIGNIFICANT = 5, 0.01
+# Keys of a result that must be equal for a comparison, and further keys of a result.
+CONDITIONS, OTHERS = ('track', 'target', 'validation'), ('machine', 'seeds')
+# The track fixes the rows, and `--seeds` the seed. Entries may change these keys of `data`.
+FIXED, FREE = ('data.', 'train.seed'), ('data.rows', 'data.document_mask', 'data.train_first_token')
 
 
 class Track(NamedTuple):
@@ -81,6 +86,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--seeds', nargs='+', type=int, default=[*range(SEEDS)], help='default 0 to 4')
     options = parser.parse_args(argv)
     track = TRACKS[options.track]
+    check_changes(options.change)
+    # A missing record must not show after the training.
+    record = _read(options.record, '--record') if options.record else None
     options.work.mkdir(parents=True, exist_ok=True)
     rows_file = options.work / 'rows.npz'
     if not rows_file.exists():
@@ -88,14 +96,22 @@ def main(argv: list[str]) -> int:
     changes = (*present_recipe(track.size), *track.changes, *options.change)
     entry = {'track': options.track, 'target': track.target, 'changes': options.change}
     entry |= {'validation': _digest(rows_file), **_source()}
-    result: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
-    if {key: result.get(key) for key in entry} != entry:
-        result = {**entry, 'machine': machine(), 'seeds': {}}
+    if record:
+        check_conditions(entry, record)
+    result = {**entry, 'machine': machine(), 'seeds': {}}
+    if options.output.exists():
+        result = _read(options.output, '--output')
+        changed = [key for key, value in entry.items() if result.get(key) != value]
+        if changed:
+            raise InputError(
+                f'--output={options.output}: has the result of another entry, which differs in '
+                f'{", ".join(changed)}; give a new file'
+            )
+    _write(options.output, result)
     for seed in options.seeds:
         if str(seed) not in result['seeds']:
             result['seeds'][str(seed)] = run(track, rows_file, changes, seed)
             _write(options.output, result)
-    record = json.loads(options.record.read_text()) if options.record else None
     result['comparison'] = compare(result, record) if record else {}
     _write(options.output, result)
     _print(result)
@@ -144,9 +160,7 @@ def compare(entry: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: the record is one of another track, target or text.
     """
-    for key in ('track', 'target', 'validation'):
-        if entry[key] != record[key]:
-            raise InputError(f'--record: {key} is {record[key]} instead of {entry[key]}; give a record of this track')
+    check_conditions(entry, record)
     is_complete = all(
         len(each['seeds']) >= SEEDS and all(seed['reached'] for seed in each['seeds'].values())
         for each in (entry, record)
@@ -160,6 +174,21 @@ def compare(entry: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
         p = scipy.stats.ttest_ind(ours, theirs, equal_var=False, alternative='less').pvalue
         comparison[measure] = {'p': float(p), 'is_record': bool(p < SIGNIFICANT)}
     return comparison
+
+
+def check_changes(changes: list[str]) -> None:
+    """Raises InputError if `--change` sets a key that the track fixes. Equal runs would look like a certain result."""
+    for change in changes:
+        key = change.partition('=')[0].strip().removeprefix('config.')
+        if key.startswith(FIXED) and key not in FREE:
+            raise InputError(f'--change={change}: the track fixes {key}; remove this change')
+
+
+def check_conditions(entry: dict[str, Any], record: dict[str, Any]) -> None:
+    """Raises InputError if the record is one of another track, target or text than the entry."""
+    for key in CONDITIONS:
+        if entry[key] != record[key]:
+            raise InputError(f'--record: {key} is {record[key]} instead of {entry[key]}; give a record of this track')
 
 
 def _hardware(result: dict[str, Any]) -> tuple[Any, ...]:
@@ -192,8 +221,24 @@ def _print(result: dict[str, Any]) -> None:
         print(f'{measure}: p = {found["p"]:.2g}, {"a new record" if found["is_record"] else "no record"}')
 
 
+def _read(file: Path, option: str) -> dict[str, Any]:
+    """Returns a result; InputError if the file has none."""
+    try:
+        result = parse_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f'{option}={file}: {os_message(error)}; give a result of this command') from error
+    except ValueError as error:
+        raise InputError(f'{option}={file}: is not JSON: {error}; give a result of this command') from error
+    if not isinstance(result, dict) or not all(key in result for key in (*CONDITIONS, *OTHERS)):
+        raise InputError(f'{option}={file}: is no result of this command; give another file')
+    return result
+
+
 def _write(file: Path, result: dict[str, Any]) -> None:
-    file.write_text(json.dumps(result, indent=1) + '\n')
+    try:
+        file.write_text(json.dumps(result, indent=1) + '\n')
+    except OSError as error:
+        raise InputError(f'--output={file}: {os_message(error)}; give a file in an existing directory') from error
 
 
 if __name__ == '__main__':

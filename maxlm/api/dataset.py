@@ -22,7 +22,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.layout import Layout
 from maxlm.storage.filesystem import is_url
-from maxlm.storage.paths import BUCKETS, Kind, PathOption, check_key
+from maxlm.storage.paths import BUCKETS, Kind, PathOption, check_key, given_path
 from maxlm.trainer.batch_source import prefetched_batches
 from maxlm.training.decisions.run_control import RunControl
 
@@ -43,7 +43,7 @@ class Dataset:
         Raises:
             InputError: there is no data set, or it is damaged.
         """
-        self.path = os.fspath(path)
+        self.path = given_path('path', path)
         self.manifest: DatasetManifest = open_dataset(self.path, schema.DataConfig(), logger.warning).dataset
 
     @classmethod
@@ -72,7 +72,10 @@ class Dataset:
         Raises:
             InputError: an option is out of range, the inputs are unusable, or the output contains another data set.
         """
-        inputs = [os.fspath(path) for path in ([input] if isinstance(input, (str, os.PathLike)) else input)]
+        inputs = [
+            given_path('input', path, Kind.EITHER)
+            for path in ([input] if isinstance(input, (str, os.PathLike)) else input)
+        ]
         names = [field.name for field in dataclasses.fields(PrepareOptions) if field.name not in ('stage', 'task')]
         unknown = options.keys() - {*names}
         if unknown:

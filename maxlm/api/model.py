@@ -33,6 +33,7 @@ from maxlm.inference.scoring import LogprobScorer, windows
 from maxlm.model.decoder import without_padding
 from maxlm.model.layers.softcap import softcap
 from maxlm.model.parameters import count_parameters
+from maxlm.storage.paths import Kind, given_path
 from maxlm.training.state import Params, abstract_model
 from maxlm.workdir.step_dirs import with_step
 
@@ -72,7 +73,7 @@ class Model:
         stack = contextlib.ExitStack()
         # A model in the format of Hugging Face is imported into a temporary workdir.
         weakref.finalize(self, stack.close)
-        name = os.fspath(checkpoint)
+        name = given_path('checkpoint', checkpoint, Kind.EITHER)
         found = stack.enter_context(resolved_checkpoint(name if step == '' else f'{name}@{step}'))
         self._model = load_model(found, num_devices=1, quantize=quantize)
         # A run that is still training may write a newer step.
@@ -121,7 +122,7 @@ class Model:
         *,
         max_tokens: int = 128,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> str:
@@ -131,7 +132,7 @@ class Model:
             prompt: the text to continue.
             max_tokens: maximum number of tokens of the continuation.
             seed: seed of the samples.
-            stop: strings that end the continuation and are not part of it.
+            stop: string, or strings, that end the continuation and are not part of it.
             parse_special: encode names of special tokens in the prompt as their ids, e.g. in a rendered chat.
             **sampling: see `SamplingOptions`, for example `temperature=0` for the most likely tokens.
 
@@ -148,7 +149,7 @@ class Model:
         *,
         max_tokens: int = 128,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         **sampling: Unpack[SamplingOptions],
     ) -> str:
         """Returns the answer to a conversation, for models with a chat template.
@@ -160,6 +161,10 @@ class Model:
         Raises:
             InputError: as `generate`; or the model has no chat template, or the template rejects the messages.
         """
+        if isinstance(messages, str):
+            raise InputError(
+                f'messages={messages[:50]!r}: is a text; use generate, or [{{"role": "user", "content": "…"}}]'
+            )
         return ''.join(self.stream(messages, max_tokens=max_tokens, seed=seed, stop=stop, **sampling))
 
     def stream(
@@ -168,7 +173,7 @@ class Model:
         *,
         max_tokens: int = 128,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         parse_special: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[str]:
@@ -191,7 +196,8 @@ class Model:
         unknown = sampling.keys() - {*names}
         if unknown:
             raise InputError(f'{min(unknown)!r} is not a sampling setting; use {", ".join(names)}')
-        request = Request(tuple(ids), max_tokens, Sampling(**sampling), seed=seed, stops=tuple(stop))
+        stops = tuple(([stop] if stop else []) if isinstance(stop, str) else stop)
+        request = Request(tuple(ids), max_tokens, Sampling(**sampling), seed=seed, stops=stops)
         if self._engine is None:
             self._engine = Engine(self._model, num_slots=NUM_SLOTS)
         self._engine.check(request)
@@ -224,7 +230,9 @@ class Model:
             InputError: there is no token, too many for the context, or an id is not in the vocabulary.
         """
         model = self.config.model
-        ids = np.asarray(tokens, np.int32)
+        ids = np.asarray(tokens)
+        if ids.dtype.kind not in 'iu' and ids.size:
+            raise InputError(f'tokens of type {ids.dtype}: must be integers')
         if ids.ndim != 1 or not 1 <= ids.size <= model.max_positions:
             raise InputError(f'tokens of shape {ids.shape}: must be a sequence of 1 to {model.max_positions} ids')
         low, high = int(np.min(ids)), int(np.max(ids))

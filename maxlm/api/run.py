@@ -9,6 +9,7 @@ from maxlm.api.model import Model
 from maxlm.checkpoint.listing import CheckpointInfo, list_checkpoints
 from maxlm.config.schema import Config
 from maxlm.errors import InputError
+from maxlm.storage.paths import given_path
 from maxlm.telemetry.events import ENDS
 from maxlm.telemetry.run_history import HistoryReader, RunHistory
 
@@ -26,7 +27,7 @@ class Run:
         Raises:
             InputError: the directory is missing or contains no run.
         """
-        self.workdir = os.fspath(workdir)
+        self.workdir = given_path('workdir', workdir)
         self._reader = HistoryReader(self.workdir)
         if not self.history.has_started:
             raise InputError(f'{self.workdir}: no run has started here; choose a workdir of maxlm train')

@@ -13,6 +13,7 @@ from maxlm.errors import EXIT_FAILED, InputError
 from maxlm.rl.rollouts import open_rollouts
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
+from maxlm.storage.paths import given_path
 from maxlm.telemetry.timeline import Timeline
 from maxlm.trainer.batch_source import open_text
 from maxlm.trainer.callbacks import Callback, check_callbacks
@@ -57,13 +58,15 @@ class Trainer:
                 checkpoint.
 
         Raises:
-            InputError: the config or a callback is not usable, or `workdir` is missing and the config has no name.
+            InputError: the config, a path or a callback is not usable, or `workdir` is missing and the config has no
+                name.
         """
         if workdir is None and not isinstance(config, str):
             raise InputError('workdir=None: the config has no name; set workdir, for example runs/first')
         check_callbacks(callbacks)
-        self.workdir = default_workdir(str(config)) if workdir is None else os.fspath(workdir)
-        self._config, self._resume, self._callbacks = to_config(config), resume, callbacks
+        self.workdir = default_workdir(str(config)) if workdir is None else given_path('workdir', workdir)
+        self._resume = given_path('resume', resume) if resume else ''
+        self._config, self._callbacks = to_config(config), callbacks
 
     def train(self) -> Run:
         """Trains from the newest checkpoint, or from the start, to the end of the run.

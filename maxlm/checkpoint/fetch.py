@@ -24,7 +24,6 @@ from maxlm.storage.json_text import parse_json
 from maxlm.storage.regular_files import MAX_TEXT_BYTES
 from maxlm.workdir.files import CONFIG, MODEL_FILES
 from maxlm.workdir.files import METRICS_FILE as METRICS
-from maxlm.workdir.model_directory import model_format
 from maxlm.workdir.run_storage import cache_directory
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
 
@@ -113,11 +112,6 @@ def find_local_step(checkpoint: str, *, cache: str = CACHE) -> epath.Path:
     Raises:
         InputError: the checkpoint is missing, cannot be read or is corrupt.
     """
-    if found := model_format(checkpoint):
-        raise InputError(
-            f'--checkpoint={checkpoint}: contains a model in the format of {found}; import it with '
-            f'`maxlm hf import --input={checkpoint} --output=WORKDIR` and use the workdir'
-        )
     if not is_url(checkpoint):
         return find_step(checkpoint)
     workdir, chosen = resolve_checkpoint(checkpoint)

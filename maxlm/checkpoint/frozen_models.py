@@ -23,6 +23,7 @@ from maxlm.parallel.layout import Layout
 from maxlm.training.reference import reference_of, to_reference
 from maxlm.training.state import Params, TrainState, abstract_params
 from maxlm.workdir.files import CONFIG, TOKENIZER, read_config
+from maxlm.workdir.model_directory import refuse_other_formats
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name, to_path
 
 TEACHER = 'distill.teacher'
@@ -60,6 +61,7 @@ def with_frozen_models(config: Config, *, is_planned: bool = False) -> Config:
 
 
 def _read_model(key: str, checkpoint: str) -> ModelConfig:
+    refuse_other_formats(checkpoint, key)
     with name_errors(f'{key}={checkpoint}'):
         return read_config(workdir_of(checkpoint)).model
 

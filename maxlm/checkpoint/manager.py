@@ -36,6 +36,7 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.runtime.barrier import ProcessGroup
 from maxlm.training.state import TrainState
+from maxlm.workdir.model_directory import refuse_other_formats
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, StepDirectory, split_name, to_path
 
 # Time after which an unfinished save probes the bucket. A bucket client silently retries writes for 15 minutes. The
@@ -368,6 +369,7 @@ def find_step(checkpoint: str, *, key: str = CHECKPOINT) -> epath.Path:
     Raises:
         InputError: there is no such checkpoint. The message names the option `key` and lists the existing steps.
     """
+    refuse_other_formats(checkpoint, key)
     workdir, step_name = split_name(checkpoint)
     directory = to_path(workdir)
     if not step_name and directory.name.isdigit() and directory.parent.name == CHECKPOINTS_DIR:

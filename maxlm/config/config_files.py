@@ -18,7 +18,7 @@ def shipped_configs() -> dict[str, Path]:
 
 def find_config(spec: str) -> Path:
     """Returns the path of a config file: `spec` itself, or the shipped config of this name."""
-    path = Path(spec)
+    path = Path(spec).expanduser()
     return path if path.suffix or len(path.parts) != 1 or path.exists() else shipped_configs().get(spec, path)
 
 

@@ -125,14 +125,21 @@ def _take_base_model(values: ConfigDict, overridden: set[str]) -> None:
             "train.init_model_config=True takes the model of train.init_from, but train.init_from is ''; set "
             '--config.train.init_from=WORKDIR'
         )
+    base = declared_keys()['train.init_from'].checked_path(base)
     path = _base_config_path(base)
     try:
         text = read_bytes(path, limit=MAX_TEXT_BYTES).decode() if is_url(path) else read_text(path)
         model = _parse_json(text).model
     except (OSError, ValueError, InputError) as error:
         reason = os_message(error) if isinstance(error, OSError) else error
+        is_there = base.startswith('hf:') or Path(base).exists()
+        advice = (
+            f'import another model with `maxlm hf import --input={base} --output=WORKDIR`, and use that workdir'
+            if is_there
+            else 'continue a run whose base no longer exists with --config=WORKDIR/config.json'
+        )
         raise InputError(
-            f'train.init_from={base}: {path}: {reason}; choose the workdir of a run or of maxlm hf import'
+            f'train.init_from={base}: {path}: {reason}; choose the workdir of a run, or {advice}'
         ) from error
     kept = {key for key in values.model if f'model.{key}' in overridden}
     if values.model.lora_rank:

@@ -54,6 +54,8 @@ class Sampling:
                 raise InputError(f'{name}={getattr(self, name)}: must be a finite number')
         if not self.temperature >= 0:
             raise InputError(f'temperature={self.temperature}: must be at least 0')
+        if not isinstance(self.top_k, int | np.integer):
+            raise InputError(f'top_k={self.top_k!r}: must be an integer')
         if not 0 <= self.top_k < 2**31:
             raise InputError(f'top_k={self.top_k}: must be at least 0 (0 = all tokens)')
         if not 0 < self.top_p <= 1:

@@ -158,6 +158,15 @@ def check_key(key: str, value: Any, option: PathOption) -> Any:
         raise InputError(f'{key}={error}') from error
 
 
+def given_path(name: str, path: str | os.PathLike[str], kind: Kind = Kind.DIRECTORY) -> str:
+    """Returns the validated path or URL of an argument of the Python API; see `PathOption.checked`.
+
+    Raises:
+        InputError: the path is not valid. The message names the argument.
+    """
+    return str(check_key(name, os.fspath(path), PathOption(kind, ANY)))
+
+
 def _without_file_protocol(path: str) -> str:
     if not path.startswith('file://'):
         return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from maxlm.errors import InputError
 from maxlm.storage.filesystem import is_url
 from maxlm.workdir.files import CONFIG
 from maxlm.workdir.step_dirs import CHECKPOINTS_DIR
@@ -32,3 +33,12 @@ def model_format(path: str) -> str:
     if any(directory.glob(f'*{_GGUF_SUFFIX}')):
         return GGUF
     return NANOCHAT if any(_NANOCHAT_MODEL.fullmatch(file.name) for file in directory.glob('model_*.pt')) else ''
+
+
+def refuse_other_formats(checkpoint: str, key: str) -> None:
+    """Raises InputError if the value of an option `key` is not a checkpoint of maxlm, but a model to import."""
+    if found := HUGGING_FACE if checkpoint.startswith('hf:') else model_format(checkpoint):
+        raise InputError(
+            f'{key}={checkpoint}: contains a model in the format of {found}; import it with '
+            f'`maxlm hf import --input={checkpoint} --output=WORKDIR` and use the workdir'
+        )

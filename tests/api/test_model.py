@@ -57,6 +57,17 @@ def test_generation_equals_the_command(model, workdir, capsys):
     assert model.generate(TEXT, max_tokens=12, temperature=0.8, top_k=20, seed=4) != text
 
 
+def test_a_stop_string_is_not_a_list_of_characters(model):
+    settings = {'max_tokens': 24, 'temperature': 5.0, 'seed': 3}
+    text = model.generate(TEXT, **settings)
+    stop = text[5:8]
+    before = text[: text.index(stop)]
+    assert model.generate(TEXT, stop=stop, **settings) == model.generate(TEXT, stop=[stop], **settings) == before
+    # Control: its characters occur earlier.
+    assert len(model.generate(TEXT, stop=list(stop), **settings)) <= len(before)
+    assert model.generate(TEXT, stop='', **settings) == text
+
+
 def test_a_stream_yields_the_parts_of_the_continuation(model):
     parts = list(model.stream(TEXT, max_tokens=12, temperature=0))
     assert ''.join(parts) == model.generate(TEXT, max_tokens=12, temperature=0)
@@ -138,6 +149,12 @@ def test_a_chat_model_answers(tmp_path):
         (lambda model: model.loss(''), 'the text is empty'),
         (lambda model: model.logits([]), 'must be a sequence of 1 to 96 ids'),
         (lambda model: model.logits([1, 257]), 'found 1 to 257'),
+        (lambda model: model.logits([1, 2**40]), 'found 1 to 1099511627776'),
+        (lambda model: model.logits([1.5]), 'tokens of type float64: must be integers'),
+        (lambda model: model.chat('Hi'), "messages='Hi': is a text; use generate"),
+        (lambda model: model.generate(TEXT, top_k=2.5), 'top_k=2.5: must be an integer'),
+        (lambda model: model.generate(TEXT, seed=0.5), 'seed=0.5: must be an integer'),
+        (lambda model: model.generate(TEXT, max_tokens=None), 'max_tokens=None: must be an integer'),
         (lambda model: maxlm.load('nowhere'), 'nowhere'),
     ],
 )

@@ -84,3 +84,17 @@ def test_wrong_arguments(config, tmp_path):
     assert maxlm.Trainer('tiny').workdir == 'runs/tiny'
     with pytest.raises(InputError, match='No such file or directory'):
         maxlm.Run(tmp_path / 'missing')
+
+
+def test_paths_may_begin_with_the_home_directory(config, dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert maxlm.Trainer(config, workdir='~/run').workdir == f'{tmp_path}/run'
+    (tmp_path / 'data').symlink_to(dataset)
+    assert maxlm.Dataset('~/data').path == f'{tmp_path}/data'
+    for read in (maxlm.Run, maxlm.load):
+        with pytest.raises(InputError, match=f'{tmp_path}/run'):
+            read('~/run')
+    # An empty path would be the current directory.
+    for read in (lambda path: maxlm.Trainer(config, workdir=path), maxlm.Run, maxlm.load, maxlm.Dataset):
+        with pytest.raises(InputError, match='the path is empty'):
+            read('')

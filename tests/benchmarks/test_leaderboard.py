@@ -76,10 +76,12 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(leaderboard, 'TRACKS', {'cpu': track})
 
     def run(target, *words):
+        (tmp_path / 'result.json').unlink(missing_ok=True)
         leaderboard.TRACKS['cpu'] = track._replace(target=target)
         paths = [f'--text={ROOT / "docs/tutorials"}', f'--work={tmp_path}', f'--output={tmp_path / "result.json"}']
         code = exit_code(leaderboard.main, ['cpu', *paths, '--seeds=0', *words])
-        return code, json.loads((tmp_path / 'result.json').read_text())
+        file = tmp_path / 'result.json'
+        return code, json.loads(file.read_text()) if file.exists() else None
 
     return run
 
@@ -103,8 +105,33 @@ def test_a_record_of_other_rows_is_an_error():
         leaderboard.compare(result([900.0] * 5, validation='b'), RECORD)
 
 
-def test_a_record_of_another_target_is_an_error(small, tmp_path, capsys):
+def test_a_record_of_another_target_is_an_error(small, tmp_path, monkeypatch, capsys):
     (tmp_path / 'record.json').write_text(json.dumps(RECORD))
-    code, _ = small(9.0, f'--record={tmp_path / "record.json"}')
-    assert code == EXIT_BAD_INPUT
+    monkeypatch.setattr(leaderboard, 'run', None)
+    assert small(9.0, f'--record={tmp_path / "record.json"}') == (EXIT_BAD_INPUT, None)
     assert '--record: target is 1.85 instead of 9.0' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('words', 'files', 'message'),
+    [
+        (['--record={}/record.json'], {}, 'record.json: No such file'),
+        (['--record={}/record.json'], {'record.json': '{'}, 'record.json: is not JSON'),
+        (['--record={}/record.json'], {'record.json': '{"seeds": {}}'}, 'record.json: is no result of this command'),
+        (['--output={}/missing/result.json'], {}, 'missing/result.json: No such file'),
+        (['--output={}/record.json'], {'record.json': json.dumps(RECORD)}, 'another entry, which differs in target'),
+        (['--change=train.seed=1'], {}, 'the track fixes train.seed'),
+        (['--change=data.seq_len=16'], {}, 'the track fixes data.seq_len'),
+    ],
+    ids=str,
+)
+def test_mistakes_are_errors_before_the_training(small, tmp_path, monkeypatch, capsys, words, files, message):
+    monkeypatch.setattr(leaderboard, 'run', None)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    code, _ = small(9.0, *(word.format(tmp_path) for word in words))
+    error = capsys.readouterr().err
+    assert code == EXIT_BAD_INPUT
+    assert message in error
+    assert error.count('\n') == 1
+    assert all((tmp_path / name).read_text() == content for name, content in files.items())

@@ -312,8 +312,9 @@ def base(tmp_path):
     return tmp_path / 'base'
 
 
-@pytest.mark.parametrize('reference', ['{}', '{}/', '{}@300', '{}@best', '{}/checkpoints/300'])
-def test_the_model_of_the_base(config_file, base, reference):
+@pytest.mark.parametrize('reference', ['{}', '{}/', '{}@300', '{}@best', '{}/checkpoints/300', '~/base', 'file://{}'])
+def test_the_model_of_the_base(config_file, base, reference, monkeypatch):
+    monkeypatch.setenv('HOME', str(base.parent))
     overrides = [f'train.init_from={reference.format(base)}', 'model.dropout=0.5']
     config = loading.load(config_file, [*overrides, 'train.init_model_config=true'])
     found = {key: getattr(config.model, key) for key in BASE}
@@ -346,10 +347,18 @@ def test_adapters_of_the_config_are_kept(base):
 def test_a_base_without_a_config(config_file, base):
     for overrides, parts in (
         ([], ["train.init_from is ''", '--config.train.init_from=WORKDIR']),
-        ([f'train.init_from={base}/no'], [f'train.init_from={base}/no', 'No such file', 'choose the workdir']),
+        (
+            [f'train.init_from={base}/no'],
+            [f'train.init_from={base}/no', 'No such file', '--config=WORKDIR/config.json'],
+        ),
     ):
         with input_error(*parts):
             loading.load('finetune', overrides)
-    (base / 'config.json').write_text('{')
-    with pytest.raises(InputError, match=r'config\.json: .*choose the workdir'):
-        loading.load('finetune', [f'train.init_from={base}'])
+    # The second file is one of Transformers.
+    for content in ('{', '{"model_type": "llama"}'):
+        (base / 'config.json').write_text(content)
+        with pytest.raises(InputError, match=rf'config\.json: .*`maxlm hf import --input={base} --output=WORKDIR`'):
+            loading.load('finetune', [f'train.init_from={base}'])
+    (base.parent / 'model.gguf').write_text('GGUF')
+    with pytest.raises(InputError, match=r'model\.gguf: is a model of another program; import it'):
+        loading.load('finetune', [f'train.init_from={base.parent}/model.gguf'])

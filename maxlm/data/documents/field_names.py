@@ -90,7 +90,8 @@ def list_fields(entry: Any) -> str:
     """Returns a list of the fields of a record, for error messages."""
     if not isinstance(entry, Mapping):
         return f'the record is {type(entry).__name__}, not an object'
-    names = [' '.join(str(name).split())[:50] for name in (*entry, *nested_names(entry))]
+    nulls = {name for name, value in entry.items() if value is None}
+    names = [' '.join(str(name).split())[:50] + ' (null)' * (name in nulls) for name in (*entry, *nested_names(entry))]
     more = f' and {len(names) - MAX_FIELDS_LISTED} more' if len(names) > MAX_FIELDS_LISTED else ''
     return f'it has {", ".join(names[:MAX_FIELDS_LISTED])}{more}' if names else 'it has no fields'
 

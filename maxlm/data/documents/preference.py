@@ -3,13 +3,14 @@ r"""Preferences: a prompt with a chosen and a rejected answer, or one answer wit
     explicit    {"prompt": "…", "chosen": "…", "rejected": "…"}
     messages    {"prompt": [{"role": "user", "content": "…"}, …], "chosen": [{"role": "assistant", …}], "rejected": […]}
     implicit    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}, with a common prefix
-    dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, with a common prefix (Anthropic's HH)
+    dialogues   {"chosen": "\n\nHuman: …\n\nAssistant: …", "rejected": "…"}, with a common prefix (Anthropic's HH),
+                with or without the blank lines at its beginning
     labeled     {"prompt": "…", "completion": "…", "label": true}, or messages; false marks a rejected answer
     labeled     {"messages": [{"role": "user", …}, {"role": "assistant", …}], "label": true}, as in LLaMA-Factory
 
-A prompt is a text or messages at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's `conversations`. An
-answer is a text, a message or messages. Messages have OpenAI's or ShareGPT's format. `tools` and `system` have the
-same meaning as in conversations.
+A prompt is a text, a message or messages at `prompt`, `question`, `instruction` (with `input`) or ShareGPT's
+`conversations`. An answer is a text, a message or messages. Messages have OpenAI's or ShareGPT's format. `tools` and
+`system` have the same meaning as in conversations.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FORMATS = (
     '"chosen" and "rejected", each an answer to a "prompt" or a conversation with a common beginning; or "prompt", '
     '"completion" and a "label" that is true or false'
 )
-_TURN = re.compile(r'\n\n(Human|Assistant):')
+_TURN = re.compile(r'(?:\A|\r?\n\r?\n)(Human|Assistant):')
 _SPEAKERS = {'Human': 'user', 'Assistant': 'assistant'}
 
 
@@ -172,7 +173,7 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     key = next((key for key in PROMPTS if entry.get(key) is not None), None)
     if key is None:
         return []
-    if not isinstance(text := text_or_messages(entry[key]), str):
+    if not isinstance(text := _text_or_messages(entry, key), str):
         return parse_messages(text, key)
     history = []
     if key == 'instruction':
@@ -184,20 +185,34 @@ def _prompt(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(entry: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     """Returns the messages of an answer, or of the conversation that ends with it; at least one."""
-    answer = text_or_messages(entry[key])
+    answer = _text_or_messages(entry, key)
     if isinstance(answer, str):
-        return _dialogue(answer) or [{'role': 'assistant', 'content': answer}]
-    messages = parse_messages([answer] if isinstance(answer, dict) else answer, key)
+        has_prompt = any(entry.get(name) is not None for name in PROMPTS)
+        return _dialogue(answer, is_exact=has_prompt) or [{'role': 'assistant', 'content': answer}]
+    messages = parse_messages(answer, key)
     if not messages:
         raise ValueError(f'{key!r} contains no messages; add one')
     return messages
 
 
-def _dialogue(text: str) -> list[dict[str, Any]]:
-    """Returns the turns of a text in the format of HH; empty for other texts."""
-    if not _TURN.match(text):
+def _text_or_messages(entry: Mapping[str, Any], key: str) -> str | list[Any]:
+    """Returns the text of a field, or its messages in a list."""
+    value = text_or_messages(entry[key])
+    value = [value] if isinstance(value, dict) else value
+    if not isinstance(value, str | list):
+        raise ValueError(f'{key!r} must be a text, a message or messages; found {repr(value)[:80]}')
+    return value
+
+
+def _dialogue(text: str, *, is_exact: bool = False) -> list[dict[str, Any]]:
+    """Returns the turns of a text in the format of HH; empty for other texts.
+
+    Without the blank lines at its beginning, a text with one turn is another text, and with `is_exact` any text.
+    """
+    stripped = text.lstrip('\r\n')
+    beginning, *parts = _TURN.split(stripped)
+    if beginning or not parts or (stripped == text and (is_exact or len(parts) < 4)):
         return []
-    parts = _TURN.split(text)[1:]
     return [
         {'role': _SPEAKERS[speaker], 'content': text.strip()}
         for speaker, text in zip(parts[::2], parts[1::2], strict=True)

@@ -42,7 +42,7 @@ def row_document(
 
 def column_fault(columns: Sequence[str], options: ReadOptions, nested: Sequence[str] = ()) -> str:
     """Returns an error text if a requested column is missing, else ''. `nested` are the names of nested fields."""
-    names = dict.fromkeys((*columns, *nested))
+    names = dict.fromkeys((*columns, *nested), '')
     if options.format != 'text':
         needed = record_fields(columns, dataclasses.replace(options, metadata_keys=()))
         if needed and (not options.messages_field or options.messages_field in names or options.text_key in names):

@@ -73,7 +73,9 @@ def summary(dataset: DatasetManifest, message: str, *, cleaned: bool) -> list[st
             lines.append(f'  cleaning: {path} cannot be read; copy it again')
     if dataset.left_out:
         lines.append(f'  skipped: {len(dataset.left_out):,}, all listed in {dataset.path / MANIFEST_NAME}')
-        lines += [f'    {entry["name"]}: {entry["reason"]}' for entry in dataset.left_out[:SKIPPED_SHOWN]]
+        # Most reasons begin with the name of the record.
+        shown = [(entry['name'], entry['reason']) for entry in dataset.left_out[:SKIPPED_SHOWN]]
+        lines += [f'    {name}: {reason.removeprefix(f"{name}: ")}' for name, reason in shown]
     return lines
 
 

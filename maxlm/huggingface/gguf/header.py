@@ -7,6 +7,7 @@ of the file, so a damaged count keeps it busy without end. It also needs seconds
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import mmap
 import re
@@ -197,6 +198,10 @@ def _parse(cursor: _Cursor, path: Path) -> tuple[dict[str, Any], dict[str, Store
         if name in tensors:
             raise _DamagedFileError(f'tensor {name:.100} occurs twice')
         tensors[name] = _stored(path, name, shape, number, start + offset, len(cursor.data))
+    places = sorted((tensor.offset, tensor.offset + tensor.size, name) for name, tensor in tensors.items())
+    for (_, end, name), (offset, _, after) in itertools.pairwise(places):
+        if offset < end:
+            raise _DamagedFileError(f'tensors {name:.100} and {after:.100} overlap')
     return metadata, tensors
 
 

@@ -27,14 +27,16 @@ def read_positions(metadata: Metadata, factors: Mapping[str, np.ndarray], model:
         settings['partial_rotary_factor'] = rotated / head_dim
     elif metadata.kind != 'deepseek2' and rotated != head_dim:
         raise metadata.error('rope.dimension_count', f'must be {head_dim}, that of a head; use another model')
-    kind = metadata.value('rope.scaling.type') or 'none'
-    factor = metadata.number('rope.scaling.factor', 1.0)
+    # Old files have only a factor, under the second name. 0 means no scaling.
+    factor = metadata.number('rope.scaling.factor', metadata.number('rope.scale_linear', 1.0)) or 1.0
+    kind = metadata.value('rope.scaling.type') or ('none' if factor == 1 else 'linear')
     original = metadata.integer('rope.scaling.original_context_length', model['max_positions'])
     magnitude = metadata.number('rope.scaling.attn_factor', 0.0)
     if kind not in ('none', 'linear', 'yarn', 'longrope'):
         raise metadata.error('rope.scaling.type', 'not supported; use none, linear, yarn or longrope')
     if all(name in factors for name in FACTORS_LONGROPE):
-        long, short = (tuple(map(float, factors[name])) for name in FACTORS_LONGROPE)
+        # The shortest decimal numbers, as in `GgufFiles.metadata`.
+        long, short = (tuple(float(str(value)) for value in factors[name]) for name in FACTORS_LONGROPE)
         factor = max(1.0, model['max_positions'] / original)
         is_default = math.isclose(magnitude, longrope_attention_factor(factor, original), rel_tol=1e-6)
         return settings | {
@@ -45,6 +47,8 @@ def read_positions(metadata: Metadata, factors: Mapping[str, np.ndarray], model:
             'rope_long_factors': long,
             'rope_attention_factor': 0.0 if is_default else magnitude,
         }
+    if kind in ('none', 'linear') and magnitude not in (0, 1):
+        raise metadata.error('rope.scaling.attn_factor', 'supported only with yarn and longrope; use another model')
     if FACTORS_LLAMA3 in factors:
         return settings | _llama3(metadata, factors[FACTORS_LLAMA3], theta, model)
     if kind in ('none', 'longrope') or (kind == 'linear' and factor == 1):

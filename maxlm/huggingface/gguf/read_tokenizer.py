@@ -22,25 +22,19 @@ from maxlm.huggingface.gguf.vocabulary import (
 )
 from maxlm.workdir.files import CHAT_TEMPLATE, GENERATION, TOKENIZER, TOKENIZER_CONFIG
 
+# Names of the split of Llama 3 whose texts begin with a token if the file does not say whether they do.
+_LLAMA3 = ('llama-bpe', 'llama3', 'llama-v3', 'falcon3', 'falcon-h1', 'pixtral', 'lfm2', 'midm-2.0')
 # Further names that llama.cpp gives to the same splits (llama-vocab.cpp, `llama_vocab::impl::load`).
 _ALIASES = {
-    'gpt2': GPT2,
-    'olmo': GPT2,
-    'smollm': 'starcoder',
-    'refact': 'starcoder',
-    'command-r': 'starcoder',
-    'llama3': 'llama-bpe',
-    'llama-v3': 'llama-bpe',
-    'falcon3': 'llama-bpe',
-    'pixtral': 'llama-bpe',
-    'dbrx': 'llama-bpe',
-    'smaug-bpe': 'llama-bpe',
-    'deepseek-r1-qwen': 'qwen2',
-    'stablelm2': 'qwen2',
+    **dict.fromkeys(('gpt2', 'olmo', 'phi-2', 'mpt', 'mellum', 'trillion', 'gigachat', 'a.x-4.0'), GPT2),
+    **dict.fromkeys(('smollm', 'refact', 'command-r', 'codeshell', 'exaone', 'minerva-7b'), 'starcoder'),
+    **dict.fromkeys((*_LLAMA3, 'dbrx', 'smaug-bpe'), 'llama-bpe'),
+    **dict.fromkeys(('deepseek-r1-qwen', 'stablelm2', 'megrez', 'kormo'), 'qwen2'),
+    **dict.fromkeys(('llama4', 'kanana2'), 'gpt-4o'),
 }
 _PATTERNS = {name: patterns for patterns, name in SPLITS.items()} | {'tekken': (O200K_WITHOUT_CONTRACTIONS,)}
 # Splits of tokenizers that use a word of the vocabulary without applying merges.
-_WHOLE_WORDS = ('llama-bpe', 'llama3', 'llama-v3', 'falcon3', 'pixtral', 'tekken')
+_WHOLE_WORDS = (*_LLAMA3, 'tekken')
 # Qwen's tokenizers normalize text, which llama.cpp omits.
 _NORMALIZED = ('qwen2', 'deepseek-r1-qwen')
 _IDS = {'bos_token': 'bos', 'eos_token': 'eos', 'pad_token': 'padding', 'unk_token': 'unknown'}
@@ -71,7 +65,7 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str) -> dict[str, str]:
         raise InputError(f'{source}: has {len(tokens):,} tokens, but {len(types):,} types of tokens; convert it again')
     if fields['model'] == 'gpt2':
         tokenizer = _byte_level(fields, tokens, types, source)
-        adds_beginning = False
+        adds_beginning = fields.get('pre') in _WHOLE_WORDS
     elif fields['model'] == 'llama':
         tokenizer = _sentencepiece(fields, tokens, types, source)
         adds_beginning = True

@@ -63,6 +63,9 @@ class Request:
     cache_salt: str = ''
 
     def __post_init__(self) -> None:
+        for name in ('max_tokens', 'seed', 'num_samples'):
+            if not isinstance(value := getattr(self, name), int | np.integer):
+                raise InputError(f'{name}={value!r}: must be an integer')
         if not self.prompt:
             raise InputError('the prompt is empty; provide at least one character')
         if self.embed:

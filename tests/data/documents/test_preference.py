@@ -26,6 +26,13 @@ RECORDS = {
     'conversations with prompt and messages': {'prompt': 'Hello ', 'chosen': GOOD, 'rejected': BAD, 'messages': GOOD},
     'dialogues': {'chosen': '\n\nHuman: Hello\n\nAssistant: Hi', 'rejected': '\n\nHuman: Hello\n\nAssistant: No'},
     'dialogue': {'prompt': '\n\nHuman: Hello\n\nAssistant:', 'chosen': 'Hi', 'rejected': 'No'},
+    'stripped dialogues': {'chosen': 'Human: Hello\n\nAssistant: Hi', 'rejected': 'Human: Hello\n\nAssistant: No'},
+    'stripped dialogue': {'prompt': 'Human: Hello\n\nAssistant:', 'chosen': 'Hi', 'rejected': 'No'},
+    'dialogues of Windows': {
+        'chosen': '\r\n\r\nHuman: Hello\r\n\r\nAssistant: Hi',
+        'rejected': '\r\n\r\nHuman: Hello\r\n\r\nAssistant: No',
+    },
+    'messages without lists': {'prompt': GOOD[0], 'chosen': GOOD[1], 'rejected': BAD[1]},
     'ShareGPT': {
         'conversations': [{'from': 'human', 'value': 'Hello'}],
         'chosen': {'from': 'gpt', 'value': 'Hi'},
@@ -135,6 +142,9 @@ def test_other_fields_of_a_record():
     assert preference.rejected.messages[-1]['content'] == ' No \n\nHuman: x'
     assert preference.chosen.tools == preference.rejected.tools == ({'type': 'function', 'function': {'name': 'f'}},)
     assert preference.has_answers
+    # With a prompt, only blank lines mark an answer as a dialogue.
+    answer = 'Human: x\n\nAssistant: y'
+    assert parse_preference({**record, 'rejected': answer}).rejected.messages[-1]['content'] == answer
     weights = {'prompt': 'a', 'chosen': [assistant('b', weight=0), user('c'), assistant('d')], 'rejected': 'e'}
     assert parse_preference(weights).chosen.learned == (False, False, False, True)
 
@@ -156,9 +166,9 @@ def test_records_without_a_preference(record):
     [
         ({'chosen': 'a', 'rejected': 'b'}, 'no prompt; add one of prompt'),
         ({'prompt': None, 'chosen': 'a', 'rejected': 'b'}, 'no prompt; add'),
-        ({'prompt': 3, 'chosen': 'a', 'rejected': 'b'}, "'prompt' must be a list of objects"),
-        ({'prompt': 'p', 'chosen': 3, 'rejected': 'b'}, "'chosen' must be a list of objects"),
-        ({'prompt': 'p', 'chosen': 'a', 'rejected': None}, "'rejected' must be a list of objects"),
+        ({'prompt': 3, 'chosen': 'a', 'rejected': 'b'}, "'prompt' must be a text, a message or messages; found 3"),
+        ({'prompt': 'p', 'chosen': 3, 'rejected': 'b'}, "'chosen' must be a text, a message or messages; found 3"),
+        ({'prompt': 'p', 'chosen': 'a', 'rejected': None}, "'rejected' must be a text, a message or messages"),
         ({'prompt': 'p', 'chosen': [], 'rejected': 'b'}, "'chosen' contains no messages"),
         ({'prompt': 'p', 'chosen': [{'role': 'robot', 'content': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' has"),
         ({'prompt': 'p', 'chosen': [{'from': 'robot', 'value': 'a'}], 'rejected': 'b'}, "message 0 of 'chosen' is"),

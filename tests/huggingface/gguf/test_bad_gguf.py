@@ -65,6 +65,7 @@ def test_the_model_of_these_tests_is_valid(tmp_path):
         ({'llama.attention.clamp_kqv': 8.0}, ['llama.attention.clamp_kqv=8.0', '--remove-metadata']),
         ({'llama.rope.dimension_count': 2}, ['rope.dimension_count=2', 'must be 4']),
         ({'llama.rope.scaling.type': 'other'}, ["rope.scaling.type='other'", 'yarn']),
+        ({'llama.rope.scaling.attn_factor': 1.5}, ['rope.scaling.attn_factor=1.5', 'yarn']),
         ({'llama.attention.value_length': 2}, ['attention.value_length=2', '4']),
         ({'llama.context_length': 0}, ['llama.context_length=0']),
         ({'llama.embedding_length': 12}, ['token_embd.weight', '(300, 8)', '(300, 12)']),
@@ -155,6 +156,16 @@ def test_headers(tmp_path, header, fragments):
     path = tmp_path / 'a.gguf'
     path.write_bytes(header)
     refuse(path, *fragments)
+
+
+def test_tensors_that_overlap(tmp_path):
+    content = write(tmp_path / 'whole.gguf', METADATA, tensors()).read_bytes()
+    name = b'blk.0.attn_k.weight'
+    # After the name are the number of axes, two sizes and the type.
+    place = content.index(name) + len(name) + 4 + 2 * 8 + 4
+    path = tmp_path / 'a.gguf'
+    path.write_bytes(content[:place] + struct.pack('<Q', 0) + content[place + 8 :])
+    refuse(path, 'blk.0.attn_k.weight', 'overlap', 'download it again')
 
 
 def split(folder, **metadata):

@@ -16,6 +16,9 @@ from maxlm.errors import InputError
 from maxlm.huggingface.gguf import tensors as gguf_tensors
 from maxlm.huggingface.gguf.export_gguf import export_gguf
 from maxlm.huggingface.gguf.import_gguf import import_gguf
+from maxlm.huggingface.gguf.metadata import Metadata
+from maxlm.huggingface.gguf.positions import read_positions
+from maxlm.huggingface.gguf.read_tokenizer import tokenizer_files
 from maxlm.inference.resolve_model import resolved_checkpoint
 from maxlm.workdir.files import read_config
 from tests.conftest import ROOT
@@ -54,7 +57,7 @@ CASES = {
     'phi3 longrope': {
         **MODELS['phi3'],
         **model_keys(rope_scaling='longrope', rope_scaling_factor=4.0, max_positions=128, original_max_positions=32),
-        **model_keys(rope_short_factors=(1.0, 1.5), rope_long_factors=(2.0, 8.0)),
+        **model_keys(rope_short_factors=(1.0, 1.1), rope_long_factors=(2.0, 8.3)),
     },
     'gemma2': {**MODELS['gemma2'], **model_keys(num_layers=3)},
     'gemma3': model_keys(family='gemma3', num_layers=7, sliding_window=6),
@@ -102,6 +105,22 @@ def test_a_round_trip_is_exact(tmp_path, name):
     unused = UNUSED if models[0]['rope_scaling'] == 'none' else UNUSED[3:]
     different = {key: tuple(model[key] for model in models) for key in models[0] if models[0][key] != models[1][key]}
     assert {key: values for key, values in different.items() if key not in unused} == {}
+
+
+@pytest.mark.parametrize(
+    ('keys', 'expected'),
+    [
+        ({'rope.scaling.factor': 4.0}, ('linear', 4.0)),
+        ({'rope.scale_linear': 4.0}, ('linear', 4.0)),
+        ({'rope.scaling.factor': 0.0}, ('none', 1.0)),
+        ({'rope.scaling.type': 'none', 'rope.scaling.factor': 4.0}, ('none', 1.0)),
+    ],
+)
+def test_a_factor_without_a_type_scales_linearly(keys, expected):
+    # llama.cpp, `llama_model_base::load_hparams`.
+    values = {'general.architecture': 'llama', **{f'llama.{key}': value for key, value in keys.items()}}
+    found = read_positions(Metadata(values, 'a.gguf'), {}, {'head_dim': 8, 'max_positions': 64})
+    assert (found['rope_scaling'], found.get('rope_scaling_factor', 1.0)) == expected
 
 
 def test_unpermuted_heads_are_detected(tmp_path, monkeypatch):
@@ -177,6 +196,27 @@ def test_the_tokenizer_and_the_chat_template(tmp_path):
 def test_a_byte_tokenizer(tmp_path):
     done = imported(exported(tmp_path, MODELS['llama'], tokenizer=bytes_tokenizer()))
     assert encoded(done.workdir, TEXTS) == encoded(tmp_path / 'run', TEXTS)
+
+
+@pytest.mark.parametrize(
+    ('split', 'flag', 'expected'),
+    [
+        ('llama-bpe', {}, True),
+        ('llama3', {}, True),
+        ('tekken', {}, True),
+        ('llama-bpe', {'tokenizer.ggml.add_bos_token': False}, False),
+        ('qwen2', {}, False),
+        ('dbrx', {}, False),
+        ('qwen2', {'tokenizer.ggml.add_bos_token': True}, True),
+    ],
+)
+def test_the_beginning_of_texts_without_a_flag_is_that_of_llama_cpp(split, flag, expected):
+    # llama-vocab.cpp, `llama_vocab::impl::load`. Files of Llama 3 of 2024 have no flag.
+    values = {'model': 'gpt2', 'pre': split, 'tokens': ['a', 'b', '<s>'], 'token_type': [1, 1, 3], 'bos_token_id': 2}
+    files = tokenizer_files({**{f'tokenizer.ggml.{key}': value for key, value in values.items()}, **flag}, 'a.gguf')
+    ids = tokenizers.Tokenizer.from_str(files['tokenizer.json']).encode('ab').ids
+    assert ids == [2, 0, 1] if expected else ids == [0, 1]
+    assert json.loads(files['tokenizer_config.json'])['add_bos_token'] is expected
 
 
 @pytest.mark.parametrize('prefix', [True, False])

@@ -1,10 +1,14 @@
 """Checkpoints of nanochat as the model of a command: imported on the fly, or refused with the command of the import."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from maxlm.checkpoint.fetch import find_local_step
+from maxlm.checkpoint.frozen_models import with_frozen_models
+from maxlm.checkpoint.manager import find_step
 from maxlm.errors import InputError
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
 from maxlm.inference.load import load_model
@@ -12,6 +16,7 @@ from maxlm.inference.resolve_model import resolved_checkpoint
 from maxlm.workdir.model_directory import HUGGING_FACE, NANOCHAT, model_format
 from tests.huggingface.nanochat.files import Reference, save, save_tokenizer
 from tests.messages import input_error
+from tests.small import small_config
 
 
 @pytest.fixture(scope='module')
@@ -49,6 +54,18 @@ def test_other_commands_name_the_import(directory, name):
     given = str(directory / name)
     with input_error(f'in the format of nanochat; import it with `maxlm hf import --input={given} --output='):
         find_local_step(given)
+
+
+@pytest.mark.parametrize('key', ['train.init_from', 'distill.teacher'])
+def test_config_keys_name_the_import(directory, key):
+    config = small_config()
+    for checkpoint in (str(directory), 'hf:org/name'):
+        distill = dataclasses.replace(config.distill, teacher=checkpoint)
+        with_teacher = dataclasses.replace(config, distill=distill)
+        with pytest.raises(InputError) as info:
+            find_step(checkpoint, key=key) if key == 'train.init_from' else with_frozen_models(with_teacher)
+        assert str(info.value).startswith(f'{key}={checkpoint}: contains a model in the format of ')
+        assert f'`maxlm hf import --input={checkpoint} --output=WORKDIR`' in str(info.value)
 
 
 def test_formats(directory, tmp_path):

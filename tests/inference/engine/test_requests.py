@@ -13,6 +13,7 @@ from maxlm.inference.engine.requests import Request
         ({'max_tokens': 0}, 'max_tokens=0: must be at least 1'),
         ({'seed': -1}, 'seed=-1: must be at least 0'),
         ({'seed': 2**32}, 'seed=4294967296'),
+        ({'seed': 1.5}, 'seed=1.5: must be an integer'),
         ({'num_samples': 0}, 'num_samples=0: must be from 1 to 128'),
         ({'num_samples': 129}, 'num_samples=129'),
         ({'stops': ('',)}, 'stops: must be at most 16 non-empty strings'),
