@@ -17,7 +17,7 @@ from flax import nnx
 from maxlm.config.schema import Config
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
-from maxlm.model.prepared_kernels import convert, prepare_modules
+from maxlm.model.prepared_kernels import convert, prepare_modules, uses_unstacked_layers
 from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
@@ -107,12 +107,3 @@ class PreparedDecoder:
             for layer in range(len(jax.tree.leaves(stacks[name])[0]) if name in stacks else 0):
                 block = jax.tree.map(lambda x_L, layer=layer: x_L[layer], stacks[name])
                 yield convert(block, self._form, (name,))
-
-
-def uses_unstacked_layers(config: Config, layout: Layout) -> bool:
-    """Returns True if layers have separate arrays and are unrolled.
-
-    XLA for CPUs and GPUs copies each kernel that it takes from a stack, which takes longer than the product of a few
-    rows. On a TPU it does not, and a loop compiles faster.
-    """
-    return layout.platform != 'tpu' and config.mesh.host_offload == 'none'

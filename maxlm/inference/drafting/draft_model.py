@@ -30,7 +30,7 @@ class DraftState(NamedTuple):
 
     Attributes:
         caches: keys and values.
-        length_B: number of tokens of the text in the cache; later positions are rejected drafts.
+        length_B: number of tokens in the cache, of which the last may be rejected drafts.
     """
 
     caches: Caches
@@ -122,7 +122,8 @@ class DraftModel:
             history_BS = history_BS.at[jnp.arange(num), target_B].set(token_B, mode='drop')
             return caches, processed_B + is_behind_B, history_BS
 
-        first = (state.caches, state.length_B[:num], history_BS)
+        # Positions of rejected drafts are not part of the text.
+        first = (state.caches, jnp.minimum(state.length_B[:num], length_B), history_BS)
         caches, processed_B, history_BS = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), run, first)
         return DraftState(caches, state.length_B.at[:num].set(processed_B)), history_BS
 

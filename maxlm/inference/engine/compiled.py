@@ -74,6 +74,7 @@ class CompiledFunctions:
     """Compiled functions for one model and number of slots. Holds no state of slots.
 
     Attributes:
+        pass_tokens: maximum number of tokens generated per slot in one pass.
         max_tokens: maximum number of tokens generated per slot in one call.
     """
 
@@ -124,7 +125,8 @@ class CompiledFunctions:
         self._layout = layout
         self._no_masks: dict[int, TokenMask] = {}
         self._rows: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
-        self.max_tokens = MAX_PASSES * (1 + num_draft_tokens)
+        self.pass_tokens = 1 + num_draft_tokens
+        self.max_tokens = MAX_PASSES * self.pass_tokens
         self._runner = ModelRunner(
             config,
             layout,

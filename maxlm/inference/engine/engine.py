@@ -108,7 +108,7 @@ class Engine:
         self._running: list[ActiveSequence] = []
         self._prefilling: list[ActiveSequence] = []
         self._pending: collections.deque[_Pending] = collections.deque()
-        self._burst = DecodeBurst(self._compiled.max_tokens)
+        self._burst = DecodeBurst(self._compiled.max_tokens, self._compiled.pass_tokens)
         self._cache_length = CacheLength(self._compiled.cache_lengths)
         self._condition = threading.Condition()
         self._max_queue_size, self._clock = max_queue_size, 0

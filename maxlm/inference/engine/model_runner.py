@@ -300,10 +300,6 @@ class ModelRunner:
                 S = history_BS.shape[1]
                 new_position_TB = jnp.where(is_new_TB, positions_BT.T + 1, S)
                 history_BS = history_BS.at[row_1B, new_position_TB].set(sampled.token_NB, mode='drop')
-            draft = decoding.draft
-            if draft is not None:
-                # Positions of rejected drafts are not part of the text.
-                draft = draft._replace(length_B=draft.length_B.at[:num].min(start_B + decoding.done_B + new_B))
             return _Decoding(
                 caches,
                 decoding.done_B + new_B,
@@ -311,7 +307,7 @@ class ModelRunner:
                 jnp.where(new_B > 0, last_B, decoding.token_B),
                 decoding.counts_BV.at[row_1B, sampled.token_NB].add(is_new_TB),
                 history_BS,
-                draft,
+                decoding.draft,
                 jax.tree.map(
                     lambda x_N, new_T: x_N.at[index_TB, row_1B].set(new_T, mode='drop'), decoding.sampled, sampled
                 ),
