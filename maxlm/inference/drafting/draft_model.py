@@ -3,8 +3,8 @@
 The draft model samples a token with the same key as the model, which is the same Gumbel noise. Both therefore choose
 the same token wherever their distributions are similar, and the token of the model is kept wherever they differ
 ("drafter-invariant speculative decoding", Daliri et al. 2025). Each token depends only on the logits of the model and
-its key, so the text is the same as without drafts. With p and q the probabilities of model and draft model, and d the
-total variation distance of p and q, a draft is accepted with probability at least (1 - d) / (1 + d).
+its key, so the text is the same as without drafts. Let d be the total variation distance of the distributions of model
+and draft model. A draft is then accepted with probability at least (1 - d) / (1 + d).
 
 Shapes: B slots, P prompts per call, T tokens of a chunk, S positions, V vocabulary.
 """

@@ -32,7 +32,9 @@ SAMPLED = Sampling(temperature=0.7)
 def _calls_of_twelve_tokens():
     """Fixes the number of tokens per call, which depends on the speed of the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DecodeBurst, 'num_tokens', lambda self, remaining, has_prefill: min(12, *remaining))
+        patch.setattr(
+            DecodeBurst, 'num_tokens', lambda self, remaining, has_prefill: min(self._max_tokens, 12, *remaining)
+        )
         yield
 
 
