@@ -19,7 +19,7 @@ from maxlm.errors import InputError
 from maxlm.inference.drafting.draft_model import DraftModel, DraftState
 from maxlm.inference.drafting.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
-from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State, Weights
+from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State, PreparedParams
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.inference.slot_caches import SlotCaches
 from maxlm.model.smear import NO_TOKEN
@@ -191,7 +191,7 @@ class CompiledFunctions:
 
         return jax.jit(init, out_shardings=self._shardings)()
 
-    def prepare(self, params: Params, draft_params: Params | None = None) -> Weights:
+    def prepare(self, params: Params, draft_params: Params | None = None) -> PreparedParams:
         """Converts parameters to the form that the compiled functions take."""
         return self._runner.prepare(params, draft_params)
 
@@ -256,7 +256,7 @@ class CompiledFunctions:
         return self._copy_slot(state, np.int32(source), np.int32(slot))
 
     def prefill(
-        self, params: Weights, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
+        self, params: PreparedParams, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
     ) -> tuple[State, SampledTokens, jax.Array, jax.Array]:
         """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p.
 
@@ -289,7 +289,7 @@ class CompiledFunctions:
         return self._prefill(params, state, tokens_PT, placement, in_prompt_PV, rows, seeds, mask, with_top)
 
     def score(
-        self, params: Weights, hidden_PTD: jax.Array, chunks: Sequence[PrefillChunk], *, with_top: bool
+        self, params: PreparedParams, hidden_PTD: jax.Array, chunks: Sequence[PrefillChunk], *, with_top: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Scores the token after each token of prefilled chunks, see `score_positions`.
 
@@ -303,7 +303,7 @@ class CompiledFunctions:
 
     def decode(
         self,
-        params: Weights,
+        params: PreparedParams,
         state: State,
         num_tokens: np.ndarray,
         rows: Rows,
@@ -319,7 +319,7 @@ class CompiledFunctions:
         """
         return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
-    def compile_decode(self, params: Weights, state: State, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    def compile_decode(self, params: PreparedParams, state: State, options: Mapping[str, Any]) -> jax.stages.Compiled:
         """Compiles `decode` for all slots, perhaps ahead of time, with additional XLA options.
 
         `params` and `state` have arrays or their shapes.
@@ -334,21 +334,21 @@ class CompiledFunctions:
         )
         return self._decode.lower(*shapes).compile(dict(options))
 
-    def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[Weights, State], tuple[State, Any]]]]:
+    def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[PreparedParams, State], tuple[State, Any]]]]:
         """Yields name, cache length and a compiling call of every program. The calls leave slots empty."""
 
-        def decode(num: int, params: Weights, state: State) -> tuple[State, SampledTokens]:
+        def decode(num: int, params: PreparedParams, state: State) -> tuple[State, SampledTokens]:
             seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
             rows, seeds = self.to_devices((stack_settings([Sampling()] * num), seeds))
             mask = self.token_mask([None] * num)
             return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)[:2]
 
-        def prefill(size: int, params: Weights, state: State) -> tuple[State, Any]:
+        def prefill(size: int, params: PreparedParams, state: State) -> tuple[State, Any]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
             state, sampled, _, hidden_PTD = self.prefill(params, state, [chunk], with_top=False)
             return state, (sampled, self.score(params, hidden_PTD, [chunk], with_top=False))
 
-        def copy_slot(params: Weights, state: State) -> tuple[State, Any]:
+        def copy_slot(params: PreparedParams, state: State) -> tuple[State, Any]:
             return self.copy_slot(state, 0, 0), None
 
         for cache_length in self.cache_lengths:

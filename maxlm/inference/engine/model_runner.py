@@ -43,7 +43,7 @@ class PendingPrompt(NamedTuple):
     sample_B: Array
 
 
-class Weights(NamedTuple):
+class PreparedParams(NamedTuple):
     """Parameters of the model and of the draft model, if any, in the form of `ModelRunner.prepare`."""
 
     model: Params
@@ -141,9 +141,9 @@ class ModelRunner:
         self.are_layers_unstacked = self._decoder.are_layers_unstacked
         self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens
 
-    def prepare(self, params: Params, draft_params: Params | None) -> Weights:
+    def prepare(self, params: Params, draft_params: Params | None) -> PreparedParams:
         """Converts parameters to the form that `prefill` and `decode` take."""
-        return Weights(self._decoder.prepare(params), self._draft and self._draft.prepare(draft_params))
+        return PreparedParams(self._decoder.prepare(params), self._draft and self._draft.prepare(draft_params))
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """Copies tokens, keys and values of one slot to another."""
@@ -160,7 +160,7 @@ class ModelRunner:
 
     def prefill(
         self,
-        params: Weights,
+        params: PreparedParams,
         state: State,
         tokens_PT: jax.Array,
         placement: jax.Array,
@@ -215,7 +215,7 @@ class ModelRunner:
         return state, sampled, hidden_sum_PD, hidden_PTD
 
     def score(
-        self, params: Weights, hidden_PTD: jax.Array, target_PT: jax.Array, with_top: jax.Array
+        self, params: PreparedParams, hidden_PTD: jax.Array, target_PT: jax.Array, with_top: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the result of `score_positions` for hidden states of `prefill`."""
         decoder, _ = self._decoder.build(params.model)
@@ -224,7 +224,7 @@ class ModelRunner:
 
     def decode(
         self,
-        params: Weights,
+        params: PreparedParams,
         state: State,
         num_tokens_B: jax.Array,
         rows: Rows,
