@@ -25,7 +25,7 @@ from benchmarks.serve import Server
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
 from maxlm.errors import EXIT_DONE, InputError, exit_code
-from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
+from maxlm.inference.drafting.prompt_lookup import MAX_DRAFT_TOKENS
 
 # Each item has keys without alternatives, and strings of any text. The array is longer than a response.
 SCHEMA = {

@@ -23,6 +23,7 @@ from maxlm.config.schema import Config
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.huggingface.export_model import MAX_SHARD_BYTES, export_model
+from maxlm.inference.drafting.load_draft import load_draft
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Delta, Request
 from maxlm.inference.load import load_model
@@ -56,7 +57,15 @@ class Model:
         step: step of the checkpoint.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], *, step: int | str = '', quantize: str = ''):
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        *,
+        step: int | str = '',
+        quantize: str = '',
+        draft_model: str | os.PathLike[str] = '',
+        num_draft_tokens: int = 0,
+    ):
         """Loads a model. `maxlm.load(checkpoint)` does the same.
 
         Args:
@@ -66,9 +75,13 @@ class Model:
                 `checkpoint` states.
             quantize: weight type (int8, int4 or fp8) to which the kernels are quantized in memory; '' = none. With
                 w8a8 and w4a8, generation on a CPU also rounds the inputs of the kernels to 8 bits.
+            draft_model: a small model with the same tokenizer that drafts tokens; see `load_draft`. '' = none.
+            num_draft_tokens: number of tokens drafted per pass, by `draft_model` or from the preceding text; 0 = none,
+                or 4 with `draft_model`.
 
         Raises:
-            InputError: the model does not exist, cannot be read or cannot be quantized.
+            InputError: a model does not exist, cannot be read or cannot be quantized, or the draft model has another
+                tokenizer.
         """
         stack = contextlib.ExitStack()
         # A model in the format of Hugging Face is imported into a temporary workdir.
@@ -78,6 +91,8 @@ class Model:
         self._model = load_model(found, num_devices=1, quantize=quantize)
         # A run that is still training may write a newer step.
         self._checkpoint = with_step(found, self.step)
+        self._draft = load_draft(os.fspath(draft_model), self._model)
+        self._num_draft_tokens = num_draft_tokens
         self._engine: Engine | None = None
         self._scorer: LogprobScorer | None = None
         self._logits = jax.jit(self._forward)
@@ -199,7 +214,10 @@ class Model:
         stops = tuple(([stop] if stop else []) if isinstance(stop, str) else stop)
         request = Request(tuple(ids), max_tokens, Sampling(**sampling), seed=seed, stops=stops)
         if self._engine is None:
-            self._engine = Engine(self._model, num_slots=NUM_SLOTS)
+            num_draft_tokens, draft = self._num_draft_tokens, self._draft
+            self._engine = Engine(self._model, num_slots=NUM_SLOTS, num_draft_tokens=num_draft_tokens, draft=draft)
+            # The engine owns the parameters.
+            self._draft = None
         self._engine.check(request)
         return self._parts(self._engine, request)
 
@@ -296,6 +314,13 @@ class Model:
         )
 
 
-def load(checkpoint: str | os.PathLike[str], *, step: int | str = '', quantize: str = '') -> Model:
-    """Returns `Model(checkpoint, step=step, quantize=quantize)`."""
-    return Model(checkpoint, step=step, quantize=quantize)
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    step: int | str = '',
+    quantize: str = '',
+    draft_model: str | os.PathLike[str] = '',
+    num_draft_tokens: int = 0,
+) -> Model:
+    """Returns `Model(checkpoint, …)` with the same arguments."""
+    return Model(checkpoint, step=step, quantize=quantize, draft_model=draft_model, num_draft_tokens=num_draft_tokens)

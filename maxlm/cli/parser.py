@@ -103,7 +103,15 @@ SHARED: dict[str, dict[str, Any]] = {
     '--num-draft-tokens': {
         'type': int,
         'default': 0,
-        'help': 'tokens drafted per pass from the preceding text; 0 = none (default)',
+        'help': 'tokens drafted per pass, from the preceding text or by --draft-model; 0 = none, or 4 with '
+        '--draft-model (default)',
+    },
+    '--draft-model': {
+        'type': PathOption(urls=ANY, may_be_empty=True),
+        'default': '',
+        'metavar': 'CHECKPOINT',
+        'help': 'small model with the same tokenizer that drafts tokens: as --checkpoint, a model of Transformers or '
+        'nanochat, hf:NAME[@REVISION] of the Hugging Face Hub, or a GGUF file (default: none)',
     },
     '--threads': {
         'type': number(1),

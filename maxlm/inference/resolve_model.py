@@ -11,6 +11,7 @@ from maxlm.errors import InputError
 from maxlm.huggingface.gguf.import_gguf import find_gguf, import_gguf
 from maxlm.huggingface.import_model import Imported, import_model
 from maxlm.huggingface.nanochat.import_checkpoint import find_checkpoint, import_checkpoint
+from maxlm.huggingface.tensors.hub import HUB, download_model
 from maxlm.log import logger
 from maxlm.storage.filesystem import is_url
 from maxlm.workdir.files import TOKENIZER
@@ -22,13 +23,13 @@ from maxlm.workdir.step_dirs import CHECKPOINTS_DIR, split_name
 def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
     """Yields a checkpoint for `load_model`.
 
-    A model in one of these formats is imported into a temporary workdir, which is deleted on exit.
-    Other arguments are already checkpoints.
+    A model in one of these formats, or `hf:NAME[@REVISION]` of the Hugging Face Hub, is imported into a temporary
+    workdir, which is deleted on exit. Other arguments are already checkpoints.
 
     Raises:
         InputError: the model does not exist.
     """
-    if model_format(checkpoint):
+    if model_format(checkpoint) or checkpoint.startswith(HUB):
         with tempfile.TemporaryDirectory(prefix='maxlm-serve-') as directory:
             workdir = Path(directory) / 'imported'
             logger.info(f'importing {checkpoint} into {workdir}; run `maxlm hf import` once to skip this at each start')
@@ -43,6 +44,8 @@ def resolved_checkpoint(checkpoint: str) -> Iterator[str]:
 
 
 def _import(checkpoint: str, workdir: str) -> Imported:
+    if checkpoint.startswith(HUB):
+        return import_model(str(download_model(checkpoint.removeprefix(HUB))), workdir, show=True)
     file = find_gguf(checkpoint) if model_format(checkpoint) == GGUF else None
     if file is not None:
         return import_gguf(file, workdir, tokenizer='', show=True)

@@ -68,6 +68,15 @@ def test_a_stop_string_is_not_a_list_of_characters(model):
     assert model.generate(TEXT, stop='', **settings) == text
 
 
+def test_a_draft_model_does_not_change_the_text(model, workdir):
+    drafting = maxlm.load(workdir, draft_model=workdir, num_draft_tokens=2)
+    for settings in ({'temperature': 0}, {'temperature': 0.8, 'seed': 3}):
+        assert drafting.generate(TEXT, max_tokens=12, **settings) == model.generate(TEXT, max_tokens=12, **settings)
+    # The model accepts what it drafts itself: two of three tokens of each pass.
+    state = drafting._engine.state
+    assert state.draft_tokens == state.accepted_tokens > state.passes
+
+
 def test_a_stream_yields_the_parts_of_the_continuation(model):
     parts = list(model.stream(TEXT, max_tokens=12, temperature=0))
     assert ''.join(parts) == model.generate(TEXT, max_tokens=12, temperature=0)

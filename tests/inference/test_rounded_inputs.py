@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.inference.engine import model_runner
+from maxlm.inference import prepared_decoder
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import load_model
@@ -64,7 +64,7 @@ def difference(found, expected):
 def test_the_compiled_kernels_give_what_xla_gives(tmp_path, monkeypatch, quantize, tied):
     checkpoint = saved(tmp_path, 'run', model__tie_embeddings=tied)
     packed = generate(checkpoint, quantize)
-    monkeypatch.setattr(model_runner, 'register_cpu_kernels', lambda: False)
+    monkeypatch.setattr(prepared_decoder, 'register_cpu_kernels', lambda: False)
     by_xla, floats = generate(checkpoint, quantize), generate(checkpoint, '')
     # Only the compiled kernels round the inputs of the logits.
     assert difference(packed, by_xla) < 0.03

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 
+from maxlm.inference.drafting.load_draft import load_draft
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.interactive import ChatSession, Terminal
 from maxlm.inference.engine.requests import Request
@@ -21,8 +22,14 @@ def execute(options: argparse.Namespace) -> None:
     # In a pipe, the output consists of the answers.
     with Console(stderr=not terminal.is_interactive), resolved_checkpoint(options.checkpoint) as checkpoint:
         model = load_model(checkpoint, num_devices=1, quantize=options.quantize)
+        engine = Engine(
+            model,
+            num_slots=1,
+            cache=options.kv_cache_dtype,
+            num_draft_tokens=options.num_draft_tokens,
+            draft=load_draft(options.draft_model, model),
+        )
     sampling = sampling_of(options)
-    engine = Engine(model, num_slots=1, cache=options.kv_cache_dtype, num_draft_tokens=options.num_draft_tokens)
 
     def request(ids: list[int]) -> Request:
         # The engine reports a prompt that fills the context.

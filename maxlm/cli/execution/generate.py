@@ -9,6 +9,7 @@ from pathlib import Path
 
 from maxlm.cli.execution.chat import sampling_of, standard_terminal
 from maxlm.errors import InputError, name_errors, os_message
+from maxlm.inference.drafting.load_draft import load_draft
 from maxlm.inference.engine.batch_io import Line, read_lines, write_completions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.interactive import ChatSession, continue_lines, stream
@@ -89,12 +90,14 @@ def _prompt(model: LoadedModel, text: str, options: argparse.Namespace) -> list[
 
 def _with_engine(model: LoadedModel, options: argparse.Namespace, samples: int) -> tuple[Engine, LoadedModel]:
     """Returns an engine for `samples` samples, and the model without the parameters that the engine owns."""
-    engine = Engine(
-        model,
-        num_slots=min(options.slots, samples),
-        cache=options.kv_cache_dtype,
-        num_draft_tokens=options.num_draft_tokens,
-    )
+    with Console(stderr=True):
+        engine = Engine(
+            model,
+            num_slots=min(options.slots, samples),
+            cache=options.kv_cache_dtype,
+            num_draft_tokens=options.num_draft_tokens,
+            draft=load_draft(options.draft_model, model),
+        )
     return engine, model.without_params()
 
 

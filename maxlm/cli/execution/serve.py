@@ -9,6 +9,7 @@ import jax
 
 from maxlm.cli.execution.api_key import API_KEY
 from maxlm.errors import InputError
+from maxlm.inference.drafting.load_draft import load_draft
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.load import load_model
 from maxlm.inference.resolve_model import default_model_name, resolved_checkpoint
@@ -74,6 +75,7 @@ def execute(options: argparse.Namespace, api_key: str) -> int:
             cache=options.kv_cache_dtype,
             max_queue_size=options.max_queue_size,
             num_draft_tokens=options.num_draft_tokens,
+            draft=load_draft(options.draft_model, model, share_layers=options.tensor_parallel_size > 1),
         )
         details = ModelDetails(
             num_parameters=count_parameters(model.config.model),

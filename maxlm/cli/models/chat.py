@@ -36,7 +36,7 @@ def make_parser() -> ArgumentParser:
         help='maximum tokens of an answer; 0 = the rest of the context (default)',
     )
     parser.add_shared('--temperature', '--top-k', '--top-p', '--min-p', '--repetition-penalty', '--stop', '--seed')
-    parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
+    parser.add_shared('--kv-cache-dtype', '--draft-model', '--num-draft-tokens', '--quantize')
     return parser
 
 

@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument('--num-samples', type=number(1), default=1, help='continuations per prompt (default 1)')
     parser.add_shared('--temperature', '--top-k', '--top-p', '--min-p', '--repetition-penalty', '--stop', '--seed')
     parser.add_argument('--slots', type=number(1), default=8, help='maximum concurrent continuations (default 8)')
-    parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
+    parser.add_shared('--kv-cache-dtype', '--draft-model', '--num-draft-tokens', '--quantize')
     return parser
 
 

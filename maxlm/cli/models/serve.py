@@ -50,7 +50,7 @@ def make_parser() -> ArgumentParser:
         default=0,
         help="maximum tokens of prompt and response; 0 = the model's context length (default)",
     )
-    parser.add_shared('--kv-cache-dtype', '--num-draft-tokens', '--quantize')
+    parser.add_shared('--kv-cache-dtype', '--draft-model', '--num-draft-tokens', '--quantize')
     parser.add_argument(
         '--tensor-parallel-size',
         type=int,

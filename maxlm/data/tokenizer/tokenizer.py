@@ -181,6 +181,11 @@ class Tokenizer:
                 return []
         return ids
 
+    @property
+    def tokens(self) -> dict[int, str]:
+        """Returns the text of each id in the notation of `tokenizer.json`. Ids may have gaps."""
+        return {index: token for token, index in self._library.get_vocab(with_added_tokens=True).items()}
+
     @functools.cached_property
     def ids_sha256(self) -> str:
         """Returns the SHA-256 of the mapping from text to ids, which includes the tokens that are marked as special."""

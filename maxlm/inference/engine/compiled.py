@@ -16,11 +16,12 @@ import numpy as np
 from maxlm.config.schema import Config
 from maxlm.config.sections.quantization import KV_CACHE_DTYPES
 from maxlm.errors import InputError
+from maxlm.inference.drafting.draft_model import DraftModel, DraftState
+from maxlm.inference.drafting.prompt_lookup import MAX_DRAFT_TOKENS
 from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
-from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, SampledTokens, State
-from maxlm.inference.engine.prompt_lookup import MAX_DRAFT_TOKENS
+from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, PreparedParams, SampledTokens, State
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
-from maxlm.model.layers.kv_cache import Caches, cache_axes, init_caches, slots_by_window
+from maxlm.inference.slot_caches import SlotCaches
 from maxlm.model.smear import NO_TOKEN
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params
@@ -35,6 +36,8 @@ MIN_CACHE_LENGTH = 256
 MIN_ROWS = 4
 # Growth factor of rows on a CPU, and of the cache length on a GPU, where most bytes of a pass are keys and values.
 CPU_GROWTH = GPU_LENGTH_GROWTH = 2
+# Default number of tokens that a draft model drafts per pass.
+MODEL_DRAFT_TOKENS = 4
 # A call generates at most the tokens of this many passes that accept all drafted tokens.
 MAX_PASSES = 8
 # XLA options of decode calls by platform. By default, the host tests the condition of a loop after each round. With
@@ -71,6 +74,7 @@ class CompiledFunctions:
     """Compiled functions for one model and number of slots. Holds no state of slots.
 
     Attributes:
+        pass_tokens: maximum number of tokens generated per slot in one pass.
         max_tokens: maximum number of tokens generated per slot in one call.
     """
 
@@ -85,6 +89,7 @@ class CompiledFunctions:
         int8: bool,
         chunk: int,
         num_draft_tokens: int = 0,
+        draft: Config | None = None,
     ):
         """Defines the compiled functions.
 
@@ -96,7 +101,8 @@ class CompiledFunctions:
             max_context: maximum number of positions per slot.
             int8: store keys and values in 8 bits.
             chunk: maximum number of prompt tokens per prefill call.
-            num_draft_tokens: number of tokens drafted per decoding pass; 0 = none.
+            num_draft_tokens: number of tokens drafted per decoding pass; 0 = none, or 4 with `draft`.
+            draft: resolved config of the draft model, which has the same layout; None = drafts by prompt lookup.
 
         Raises:
             InputError: a number is out of range, or the mesh shards layers or sequence length.
@@ -114,24 +120,40 @@ class CompiledFunctions:
                 )
         self.num_row_shards = layout.num_shards('batch')
         num_slots = -(-num_slots // self.num_row_shards) * self.num_row_shards
-        self._config, self._layout = config.model, layout
+        if draft is not None:
+            num_draft_tokens = num_draft_tokens or MODEL_DRAFT_TOKENS
+        self._layout = layout
         self._no_masks: dict[int, TokenMask] = {}
         self._rows: tuple[list[tuple[Sampling, int, int]], tuple[Rows, PendingPrompt]] | None = None
-        self.max_tokens = MAX_PASSES * (1 + num_draft_tokens)
+        self.pass_tokens = 1 + num_draft_tokens
+        self.max_tokens = MAX_PASSES * self.pass_tokens
         self._runner = ModelRunner(
-            config, layout, num_ids=num_ids, max_tokens=self.max_tokens, num_draft_tokens=num_draft_tokens
+            config,
+            layout,
+            num_ids=num_ids,
+            max_tokens=self.max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            draft=None if draft is None else DraftModel(draft, layout, num_ids=num_ids),
         )
         self._num_ids, self._num_draft_tokens = num_ids, num_draft_tokens
         self.num_slots, self.max_context = num_slots, max_context
-        self._is_int8 = int8
         self.chunk = min(chunk, max_context)
         is_cpu = layout.platform == 'cpu'
         # Every pass reads the full cache length, except with blocks of slots.
-        self._has_cache_blocks = self._runner.are_layers_unstacked and uses_cache_blocks(layout)
-        growth = GPU_LENGTH_GROWTH if layout.platform == 'gpu' else GROWTH
-        self.cache_lengths = (
-            [max_context] if self._has_cache_blocks else _growing_sizes(MIN_CACHE_LENGTH, max_context, growth)
+        has_blocks = self._runner.are_layers_unstacked and uses_cache_blocks(layout)
+        caches_of = partial(
+            SlotCaches,
+            layout=layout,
+            num_slots=num_slots,
+            max_context=max_context,
+            chunk=max(self.chunk, 1 + num_draft_tokens),
+            int8=int8,
+            unstacked=self._runner.are_layers_unstacked,
+            in_blocks=has_blocks,
         )
+        self._caches, self._draft_caches = caches_of(config.model), None if draft is None else caches_of(draft.model)
+        growth = GPU_LENGTH_GROWTH if layout.platform == 'gpu' else GROWTH
+        self.cache_lengths = [max_context] if has_blocks else _growing_sizes(MIN_CACHE_LENGTH, max_context, growth)
         self.chunk_sizes = _growing_sizes(min(MIN_CHUNK, self.chunk), self.chunk)
         # The time of a pass on a CPU is proportional to its tokens. Chunks of several rows have the same size.
         self._limits_padding = is_cpu and self.num_row_shards == 1
@@ -142,17 +164,14 @@ class CompiledFunctions:
             else sorted({1, *_growing_sizes(MIN_ROWS, num_slots, CPU_GROWTH if is_cpu else GROWTH)})
         )
         replicated = layout.named()
-        self._cache_axes = cache_axes(config.model)
-        axes = jax.tree.map(lambda x: self._cache_axes[: x.ndim], self._cache_shapes(max_context))
-        cache_shardings = jax.tree.map(lambda names: layout.named(*names), axes, is_leaf=lambda x: type(x) is tuple)
-        replicated_fields: Any = [replicated] * (len(State._fields) - 1)
-        self._shardings = State(cache_shardings, *replicated_fields)
+        fields: Any = [replicated] * (len(State._fields) - 2)
+        drafts = None if self._draft_caches is None else DraftState(self._draft_caches.shardings(), fields[0])
+        self._shardings = State(*[self._caches.shardings(), *fields, drafts])
         jit = partial(jax.jit, donate_argnames='state')
         hidden = layout.named('batch', 'length', 'activation')
         self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated, hidden))
         self._score = jax.jit(self._runner.score, out_shardings=replicated)
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
-        self._resize_array = jax.jit(self._resize, static_argnames='num')
         self._decode = jit(
             self._runner.decode,
             out_shardings=(self._shardings, replicated, replicated),
@@ -164,16 +183,17 @@ class CompiledFunctions:
 
         def init() -> State:
             B, V = self.num_slots, self._num_ids
-            caches, zeros = self._init_caches(self.cache_lengths[0]), jnp.zeros(B, jnp.int32)
+            length, zeros = self.cache_lengths[0], jnp.zeros(B, jnp.int32)
             in_prompt_BV, counts_BV = jnp.zeros((B, V), bool), jnp.zeros((B, V), jnp.int32)
             history_BS = jnp.zeros((B, self.max_context if self._num_draft_tokens else 0), jnp.int32)
-            return State(caches, zeros, zeros, zeros, in_prompt_BV, counts_BV, history_BS)
+            draft = None if self._draft_caches is None else DraftState(self._draft_caches.init(length), zeros)
+            return State(self._caches.init(length), zeros, zeros, zeros, in_prompt_BV, counts_BV, history_BS, draft)
 
         return jax.jit(init, out_shardings=self._shardings)()
 
-    def prepare(self, params: Params) -> Params:
+    def prepare(self, params: Params, draft_params: Params | None = None) -> PreparedParams:
         """Converts parameters to the form that the compiled functions take."""
-        return self._runner.prepare(params)
+        return self._runner.prepare(params, draft_params)
 
     def chunk_length(self, num_tokens: int) -> int:
         """Returns the number of tokens of the next prefill call, if `num_tokens` tokens are to be prefilled.
@@ -196,21 +216,19 @@ class CompiledFunctions:
 
     def ring_slots(self) -> dict[int, int]:
         """Returns {window: number of slots} of the sliding-window layers whose cache is shorter than the context."""
-        num_slots = slots_by_window(self._cache_shapes(self.max_context), self._config).items()
-        return {window: num for window, num in num_slots if num < self.max_context}
+        # The number depends on the window and on values that both models share.
+        return dict(item for caches in self._all_caches for item in caches.ring_slots().items())
 
     def cache_bytes(self) -> int:
         """Returns the bytes of all slots at the largest cache length."""
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self._cache_shapes(self.max_context)))
+        return sum(caches.num_bytes() for caches in self._all_caches)
 
     def resize(self, state: State, cache_length: int) -> State:
         """Returns the state with `cache_length` positions per slot; later positions are dropped."""
-        # Resize one array at a time to limit peak memory.
-        caches, tree = jax.tree.flatten(state.caches)
-        for index, like in enumerate(jax.tree.leaves(self._cache_shapes(cache_length))):
-            if caches[index].shape != like.shape:
-                caches[index] = self._resize_array(caches[index], num=like.shape[3])
-        return state._replace(caches=jax.tree.unflatten(tree, caches))
+        draft = state.draft
+        if self._draft_caches is not None and draft is not None:
+            draft = draft._replace(caches=self._draft_caches.resize(draft.caches, cache_length))
+        return state._replace(caches=self._caches.resize(state.caches, cache_length), draft=draft)
 
     def token_mask(self, masks: Sequence[np.ndarray | None]) -> TokenMask:
         """Stacks the masks of rows; None allows all tokens. Without any mask, nothing is transferred."""
@@ -238,7 +256,7 @@ class CompiledFunctions:
         return self._copy_slot(state, np.int32(source), np.int32(slot))
 
     def prefill(
-        self, params: Params, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
+        self, params: PreparedParams, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
     ) -> tuple[State, SampledTokens, jax.Array, jax.Array]:
         """Prefills up to `num_row_shards` chunks and samples the token after each. Row p of the result is chunk p.
 
@@ -271,7 +289,7 @@ class CompiledFunctions:
         return self._prefill(params, state, tokens_PT, placement, in_prompt_PV, rows, seeds, mask, with_top)
 
     def score(
-        self, params: Params, hidden_PTD: jax.Array, chunks: Sequence[PrefillChunk], *, with_top: bool
+        self, params: PreparedParams, hidden_PTD: jax.Array, chunks: Sequence[PrefillChunk], *, with_top: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Scores the token after each token of prefilled chunks, see `score_positions`.
 
@@ -285,7 +303,7 @@ class CompiledFunctions:
 
     def decode(
         self,
-        params: Params,
+        params: PreparedParams,
         state: State,
         num_tokens: np.ndarray,
         rows: Rows,
@@ -301,7 +319,7 @@ class CompiledFunctions:
         """
         return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
-    def compile_decode(self, params: Params, state: State, options: Mapping[str, Any]) -> jax.stages.Compiled:
+    def compile_decode(self, params: PreparedParams, state: State, options: Mapping[str, Any]) -> jax.stages.Compiled:
         """Compiles `decode` for all slots, perhaps ahead of time, with additional XLA options.
 
         `params` and `state` have arrays or their shapes.
@@ -316,21 +334,21 @@ class CompiledFunctions:
         )
         return self._decode.lower(*shapes).compile(dict(options))
 
-    def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[Params, State], tuple[State, Any]]]]:
+    def warm_up_calls(self) -> Iterator[tuple[str, int, Callable[[PreparedParams, State], tuple[State, Any]]]]:
         """Yields name, cache length and a compiling call of every program. The calls leave slots empty."""
 
-        def decode(num: int, params: Params, state: State) -> tuple[State, SampledTokens]:
+        def decode(num: int, params: PreparedParams, state: State) -> tuple[State, SampledTokens]:
             seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
             rows, seeds = self.to_devices((stack_settings([Sampling()] * num), seeds))
             mask = self.token_mask([None] * num)
             return self.decode(params, state, np.zeros(num, np.int32), rows, seeds, mask, with_top=False)[:2]
 
-        def prefill(size: int, params: Params, state: State) -> tuple[State, Any]:
+        def prefill(size: int, params: PreparedParams, state: State) -> tuple[State, Any]:
             chunk = PrefillChunk([0] * size, 0, self.num_slots, [], Sampling(), 0, 0)
             state, sampled, _, hidden_PTD = self.prefill(params, state, [chunk], with_top=False)
             return state, (sampled, self.score(params, hidden_PTD, [chunk], with_top=False))
 
-        def copy_slot(params: Params, state: State) -> tuple[State, Any]:
+        def copy_slot(params: PreparedParams, state: State) -> tuple[State, Any]:
             return self.copy_slot(state, 0, 0), None
 
         for cache_length in self.cache_lengths:
@@ -343,28 +361,9 @@ class CompiledFunctions:
                 if size <= largest:
                     yield f'prefill {size} tokens (cache length {cache_length})', cache_length, partial(prefill, size)
 
-    def _resize(self, x_LBKS: jax.Array, *, num: int) -> jax.Array:
-        """Returns a cache array with `num` positions."""
-        S = x_LBKS.shape[3]
-        if num < S:
-            x_LBKS = x_LBKS[:, :, :, :num]
-        else:
-            x_LBKS = jnp.pad(x_LBKS, [(0, num - S if axis == 3 else 0) for axis in range(x_LBKS.ndim)])
-        return self._layout.constrain(x_LBKS, self._cache_axes[: x_LBKS.ndim])
-
-    def _cache_shapes(self, cache_length: int) -> Caches:
-        return jax.eval_shape(partial(self._init_caches, cache_length))
-
-    def _init_caches(self, cache_length: int) -> Caches:
-        return init_caches(
-            self._config,
-            self.num_slots,
-            cache_length,
-            chunk=max(self.chunk, 1 + self._num_draft_tokens),
-            int8=self._is_int8,
-            unstacked=self._runner.are_layers_unstacked,
-            in_blocks=self._has_cache_blocks,
-        )
+    @property
+    def _all_caches(self) -> list[SlotCaches]:
+        return [self._caches, *([] if self._draft_caches is None else [self._draft_caches])]
 
 
 def uses_cache_blocks(layout: Layout) -> bool:

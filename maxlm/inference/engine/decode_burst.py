@@ -22,9 +22,15 @@ class DecodeBurst:
     More tokens per call reduce host overhead but delay new requests, which wait for the end of the call.
     """
 
-    def __init__(self, max_tokens: int, clock: Callable[[], float] = time.perf_counter):
-        """Initializes the policy with the maximum number of tokens per call and a clock in seconds."""
-        self._max_tokens, self._clock = max_tokens, clock
+    def __init__(self, max_tokens: int, pass_tokens: int = 1, clock: Callable[[], float] = time.perf_counter):
+        """Initializes the policy.
+
+        Args:
+            max_tokens: maximum number of tokens per call.
+            pass_tokens: maximum number of tokens per pass. A call for fewer would have no use for all drafts of a pass.
+            clock: clock in seconds.
+        """
+        self._max_tokens, self._pass_tokens, self._clock = max_tokens, pass_tokens, clock
         # Time of the last result that the host received.
         self._last_result = -math.inf
         # EMA of the seconds per token.
@@ -43,7 +49,7 @@ class DecodeBurst:
         else:
             # The burst ends at the latest when the first sample ends and frees its slot.
             max_fitting = int(MAX_BURST_SECONDS / max(self._token_seconds, 1e-6))
-            num = min(self._max_tokens, max(1, max_fitting), *remaining)
+            num = min(self._max_tokens, max(self._pass_tokens, max_fitting), *remaining)
         if self._frees_slot:
             num = min(num, SHORT_BURST)
         self._frees_slot = num == min(remaining)

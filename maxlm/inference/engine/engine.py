@@ -62,6 +62,7 @@ class Engine:
         max_queue_size: int = 0,
         chunk: int = 512,
         num_draft_tokens: int = 0,
+        draft: LoadedModel | None = None,
     ):
         """Initializes the engine.
 
@@ -72,7 +73,8 @@ class Engine:
             cache: store keys and values in the compute dtype (`model`) or in 8 bits (`int8`).
             max_queue_size: maximum number of samples that wait for a slot; 0 = unlimited.
             chunk: maximum number of prompt tokens prefilled between two tokens of running samples.
-            num_draft_tokens: number of tokens drafted per pass from the preceding text, see `prompt_lookup`; 0 = none.
+            num_draft_tokens: number of tokens drafted per pass; 0 = none, or 4 with `draft`.
+            draft: model of `load_draft` that drafts these tokens; None = drafts from the preceding text.
 
         Raises:
             InputError: an argument is out of range, or the mesh does not support a cache.
@@ -90,14 +92,15 @@ class Engine:
             int8=cache == 'int8',
             chunk=chunk,
             num_draft_tokens=num_draft_tokens,
+            draft=None if draft is None else draft.config,
         )
-        self._params = self._compiled.prepare(cast_params(model.params, model.config, model.layout))
+        models = [model] if draft is None else [model, draft]
+        self._params = self._compiled.prepare(*(cast_params(each.params, each.config, each.layout) for each in models))
         self._tokenizer, self._stop_token_ids = model.tokenizer, frozenset(model.stop_token_ids)
         self._grammars = Grammars(model.tokenizer, self._stop_token_ids)
-        self._max_queue_size = max_queue_size
-        rings = self._compiled.ring_slots()
+        rings = self._compiled.ring_slots().items()
         # Positions after a shared prefix that can be written before a ring buffer overwrites positions it still needs.
-        self._ring_slack = min((slots - window for window, slots in rings.items()), default=math.inf)
+        self._ring_slack = min((slots - window for window, slots in rings), default=math.inf)
         self._slots = [Slot(number) for number in range(self._compiled.num_slots)]
         self._state = self._compiled.init_state()
         self._waiting: collections.deque[ActiveSequence] = collections.deque()
@@ -105,22 +108,21 @@ class Engine:
         self._running: list[ActiveSequence] = []
         self._prefilling: list[ActiveSequence] = []
         self._pending: collections.deque[_Pending] = collections.deque()
-        self._burst = DecodeBurst(self._compiled.max_tokens)
+        self._burst = DecodeBurst(self._compiled.max_tokens, self._compiled.pass_tokens)
         self._cache_length = CacheLength(self._compiled.cache_lengths)
         self._condition = threading.Condition()
-        self._clock = 0
+        self._max_queue_size, self._clock = max_queue_size, 0
         self._counts = collections.Counter(dict.fromkeys(EngineState._fields[3:], 0))
 
     @property
     def state(self) -> EngineState:
         """Queue lengths and counters."""
         with self._condition:
-            waiting = len(self._waiting)
-            return EngineState(len(self._slots), len(self._running), waiting, **self._counts)
+            return EngineState(len(self._slots), len(self._running), len(self._waiting), **self._counts)
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values over all devices."""
+        """Bytes of keys and values over all devices, including those of the draft model."""
         return self._compiled.cache_bytes()
 
     def warm_up(self, on_program: Callable[[str], None] | None = None) -> None:
@@ -285,9 +287,8 @@ class Engine:
         with self._condition:
             if not self._waiting or all(slot.sample is not None for slot in self._slots):
                 return None
-            sample = self._waiting.popleft()
-            self._running.append(sample)
-            return sample
+            self._running.append(self._waiting.popleft())
+            return self._running[-1]
 
     def _assign_slot(self, sample: ActiveSequence) -> None:
         reusable, counts, salt = sample.reusable_tokens, self._compiled.row_counts, sample.request.cache_salt
@@ -324,8 +325,7 @@ class Engine:
 
     def _decode(self) -> None:
         """Dispatches a decoding call for every sequence that can take part in it."""
-        active = self._active()
-        if not active:
+        if not (active := self._active()):
             return
         masks = {number: sample.matcher.mask for number, sample in active if sample.matcher is not None}
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]

@@ -6,19 +6,18 @@ generated per call, S positions, K drafted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from maxlm.config.schema import Config
-from maxlm.inference.engine.prompt_lookup import find_drafts, num_accepted, run_if
+from maxlm.inference.drafting.draft_model import DraftModel, DraftState
+from maxlm.inference.drafting.prompt_lookup import find_drafts, num_accepted, run_if
 from maxlm.inference.engine.requests import MAX_TOP_LOG_PROBS
 from maxlm.inference.engine.score_positions import score_positions
+from maxlm.inference.prepared_decoder import PreparedDecoder
 from maxlm.inference.sampling import (
     Array,
     Rows,
@@ -31,13 +30,10 @@ from maxlm.inference.sampling import (
     sampling_keys,
     top_log_probs,
 )
-from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
-from maxlm.model.prepared_kernels import convert, prepare_modules
 from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
-from maxlm.runtime.cpu_kernels import register_cpu_kernels
-from maxlm.training.state import Params, abstract_model
+from maxlm.training.state import Params
 
 
 class PendingPrompt(NamedTuple):
@@ -45,6 +41,13 @@ class PendingPrompt(NamedTuple):
 
     seed_B: Array
     sample_B: Array
+
+
+class PreparedParams(NamedTuple):
+    """Parameters of the model and of the draft model, if any, in the form of `ModelRunner.prepare`."""
+
+    model: Params
+    draft: Params | None
 
 
 class State(NamedTuple):
@@ -58,6 +61,7 @@ class State(NamedTuple):
         in_prompt_BV: True where the prompt contains the token.
         counts_BV: number of occurrences in the continuation.
         history_BS: tokens of prompt and continuation, including `token_B`; without positions unless tokens are drafted.
+        draft: state of the draft model; None = no such model.
     """
 
     caches: Caches
@@ -67,6 +71,7 @@ class State(NamedTuple):
     in_prompt_BV: jax.Array
     counts_BV: jax.Array
     history_BS: jax.Array
+    draft: DraftState | None
 
 
 class SampledTokens(NamedTuple):
@@ -104,6 +109,7 @@ class _Decoding(NamedTuple):
     token_B: jax.Array
     counts_BV: jax.Array
     history_BS: jax.Array
+    draft: DraftState | None
     sampled: SampledTokens
     counts: DecodeCounts
 
@@ -111,7 +117,16 @@ class _Decoding(NamedTuple):
 class ModelRunner:
     """Prefill and decode steps of one model as functions of parameters and state. `CompiledFunctions` compiles them."""
 
-    def __init__(self, config: Config, layout: Layout, *, num_ids: int, max_tokens: int, num_draft_tokens: int):
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        *,
+        num_ids: int,
+        max_tokens: int,
+        num_draft_tokens: int,
+        draft: DraftModel | None,
+    ):
         """Initializes the runner.
 
         Args:
@@ -120,45 +135,32 @@ class ModelRunner:
             num_ids: number of ids that have a token and a row. A model may have additional padding ids without text.
             max_tokens: maximum number of tokens generated per slot in one call.
             num_draft_tokens: number of tokens drafted per pass; 0 = none.
+            draft: model that drafts them; None = drafts from the preceding text.
         """
-        self._config, self._platform = config.model, layout.platform
-        self.are_layers_unstacked = uses_unstacked_layers(config, layout)
-        # A copy, because the cached abstract model must not be modified.
-        decoder = nnx.merge(*nnx.split(abstract_model(config, layout)))
-        packs = config.model.activation_quantization == 'int8' and register_cpu_kernels()
-        self._form = prepare_modules(decoder, packs=packs) if self.are_layers_unstacked else None
-        self._graph, abstract = nnx.split(decoder)
-        self._abstract_blocks = {name: tree for name, tree in nnx.to_pure_dict(abstract).items() if name in STACKS}
+        self._decoder, self._draft = PreparedDecoder(config, layout), draft
+        self.are_layers_unstacked = self._decoder.are_layers_unstacked
         self._num_ids, self._max_tokens, self._num_draft_tokens = num_ids, max_tokens, num_draft_tokens
 
-    def prepare(self, params: Params) -> Params:
+    def prepare(self, params: Params, draft_params: Params | None) -> PreparedParams:
         """Converts parameters to the form that `prefill` and `decode` take."""
-        if self._form is None:
-            return params
-        others = convert({name: tree for name, tree in params.items() if name not in STACKS}, self._form)
-        stacks = {name: params[name] for name in STACKS if name in params}
-        if self._platform != 'cpu' or len(devices := jax.tree.leaves(stacks)[0].devices()) > 1:
-            # One program for all parameters compiles faster than one program per shape.
-            return {**others, BLOCKS: jax.jit(lambda stacks: list(self._unstack(stacks)))(stacks)}
-        # NumPy copies the layers on a CPU without a program. Views would keep the stacks in memory.
-        (device,) = devices
-
-        def place(x: np.ndarray) -> jax.Array:
-            return jax.device_put(np.array(x, order='C'), device)
-
-        layers = self._unstack(jax.tree.map(np.asarray, stacks))
-        return {**others, BLOCKS: [jax.tree.map(place, layer) for layer in layers]}
+        return PreparedParams(self._decoder.prepare(params), self._draft and self._draft.prepare(draft_params))
 
     def copy_slot(self, state: State, source: jax.Array, slot: jax.Array) -> State:
         """Copies tokens, keys and values of one slot to another."""
+
+        def copied(caches: Caches) -> Caches:
+            return jax.tree.map(lambda x: x.at[:, slot].set(x[:, source]), caches)
+
+        draft = state.draft and state.draft._replace(caches=copied(state.draft.caches))
         return state._replace(
-            caches=jax.tree.map(lambda x: x.at[:, slot].set(x[:, source]), state.caches),
+            caches=copied(state.caches),
             history_BS=state.history_BS.at[slot].set(state.history_BS[source]),
+            draft=draft,
         )
 
     def prefill(
         self,
-        params: Params,
+        params: PreparedParams,
         state: State,
         tokens_PT: jax.Array,
         placement: jax.Array,
@@ -175,20 +177,14 @@ class ModelRunner:
         token before it (or NO_TOKEN), int32 [4, P].
         """
         P, T = tokens_PT.shape
-        slot_P, start_P, count_P, before_P = placement
+        slot_P, start_P, count_P, _ = placement
         positions_PT = start_P[:, None] + jnp.arange(T)[None, :]
         length_P = start_P + count_P
-        decoder, blocks = self._build_decoder(params)
-        previous_PT = previous_ids(tokens_PT, before_P)
-        run = partial(
-            decoder, tokens_PT, positions_BT=positions_PT, previous_BT=previous_PT, length_B=length_P, blocks=blocks
-        )
-        if P == 1:
-            hidden_PTD, caches, _ = run(cache=state.caches, first_row=slot_P[0])
-        else:
-            # The slots are not contiguous, so their caches are gathered and scattered.
-            hidden_PTD, new_caches, _ = run(cache=jax.tree.map(lambda x: x[:, slot_P], state.caches))
-            caches = jax.tree.map(lambda x, new: x.at[:, slot_P].set(new, mode='drop'), state.caches, new_caches)
+        decoder, hidden_PTD, caches = self._decoder.prefill(params.model, state.caches, tokens_PT, placement, length_P)
+        draft = state.draft
+        if self._draft is not None:
+            assert draft is not None
+            draft = self._draft.prefill(params.draft, draft, tokens_PT, placement)
         is_token_PT1 = (jnp.arange(T)[None, :] < count_P[:, None])[:, :, None]
         hidden_sum_PD = jnp.where(is_token_PT1, hidden_PTD.astype(jnp.float32), 0).sum(axis=1)
         last_P = jnp.maximum(count_P - 1, 0)
@@ -214,20 +210,21 @@ class ModelRunner:
             scatter(state.in_prompt_BV, in_prompt_PV),
             scatter(state.counts_BV, counts_PV),
             history_BS,
+            draft,
         )
         return state, sampled, hidden_sum_PD, hidden_PTD
 
     def score(
-        self, params: Params, hidden_PTD: jax.Array, target_PT: jax.Array, with_top: jax.Array
+        self, params: PreparedParams, hidden_PTD: jax.Array, target_PT: jax.Array, with_top: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the result of `score_positions` for hidden states of `prefill`."""
-        decoder, _ = self._build_decoder(params)
+        decoder, _ = self._decoder.build(params.model)
         num_top = min(MAX_TOP_LOG_PROBS, self._num_ids)
         return score_positions(decoder.logits, hidden_PTD, target_PT, with_top, num_ids=self._num_ids, num_top=num_top)
 
     def decode(
         self,
-        params: Params,
+        params: PreparedParams,
         state: State,
         num_tokens_B: jax.Array,
         rows: Rows,
@@ -242,19 +239,33 @@ class ModelRunner:
         """
         num, K = len(num_tokens_B), self._num_draft_tokens
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
-        decoder, blocks = self._build_decoder(params)
+        decoder, blocks = self._decoder.build(params.model)
 
         def run(decoding: _Decoding) -> _Decoding:
             if not K:
                 return advance(decoding.token_B[:, None], jnp.zeros_like(num_tokens_B), decoding)
-            drafts_BK, is_found_B = find_drafts(decoding.history_BS, start_B + decoding.done_B + 1, K)
-            has_draft_B = is_found_B & ~has_penalty(rows)
-            num_drafted_B = jnp.where(has_draft_B, num_tokens_B - decoding.done_B - 1, 0).clip(0, K)
-            inputs_BT = jnp.concatenate([decoding.token_B[:, None], drafts_BK], axis=1)
+            length_B, remaining_B = start_B + decoding.done_B, num_tokens_B - decoding.done_B
+            limit_B, is_drafted_B = jnp.minimum(remaining_B - 1, K), ~has_penalty(rows)
+            if self._draft is None:
+                drafts_BK, is_found_B = find_drafts(decoding.history_BS, length_B + 1, K)
+                is_drafted_B &= is_found_B
+            else:
+                limit_B = jnp.minimum(limit_B, self._draft.context - length_B)
+            num_drafted_B = jnp.where(is_drafted_B, jnp.maximum(limit_B, 0), 0)
             # A pass over drafts takes longer for all rows, and a call lasts until its slowest row is complete.
-            num_active = (num_tokens_B > decoding.done_B).sum()
+            num_active = (remaining_B > 0).sum()
             is_useful = ((num_drafted_B > 0).sum() * 2 >= num_active) & (num_drafted_B > 0).any()
             num_drafted_B = jnp.where(is_useful, num_drafted_B, 0)
+            if self._draft is not None:
+                draft, history_BS, is_active_B = decoding.draft, decoding.history_BS, remaining_B > 0
+                assert draft is not None
+                draft, history_BS = self._draft.propose(
+                    params.draft, draft, history_BS, length_B, num_drafted_B, is_active_B, rows, seeds
+                )
+                decoding = decoding._replace(draft=draft, history_BS=history_BS)
+                places_BK = length_B[:, None] + 1 + jnp.arange(K)[None, :]
+                drafts_BK = jnp.take_along_axis(history_BS, places_BK, axis=1, mode='clip')
+            inputs_BT = jnp.concatenate([decoding.token_B[:, None], drafts_BK], axis=1)
             decoding = run_if(is_useful, partial(advance, inputs_BT, num_drafted_B), decoding)
             return run_if(~is_useful, partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
 
@@ -296,6 +307,7 @@ class ModelRunner:
                 jnp.where(new_B > 0, last_B, decoding.token_B),
                 decoding.counts_BV.at[row_1B, sampled.token_NB].add(is_new_TB),
                 history_BS,
+                decoding.draft,
                 jax.tree.map(
                     lambda x_N, new_T: x_N.at[index_TB, row_1B].set(new_T, mode='drop'), decoding.sampled, sampled
                 ),
@@ -314,6 +326,7 @@ class ModelRunner:
             state.token_B[:num],
             state.counts_BV[:num],
             state.history_BS[:num],
+            state.draft,
             self._empty_samples(self._max_tokens, num),
             DecodeCounts(zero, zero, zero),
         )
@@ -326,23 +339,10 @@ class ModelRunner:
             state.in_prompt_BV,
             state.counts_BV.at[:num].set(decoding.counts_BV),
             state.history_BS.at[:num].set(decoding.history_BS),
+            decoding.draft,
         )
         # One array, because the host reads each array separately.
         return state, decoding.sampled, jnp.stack(decoding.counts)
-
-    def _unstack(self, stacks: Params) -> Iterator[Params]:
-        """Yields the parameters of each layer, in the order of the layers."""
-        assert self._form is not None, 'stacked layers are used as they are'
-        for name in STACKS:
-            for layer in range(len(jax.tree.leaves(stacks[name])[0]) if name in stacks else 0):
-                block = jax.tree.map(lambda x_L, layer=layer: x_L[layer], stacks[name])
-                yield convert(block, self._form, (name,))
-
-    def _build_decoder(self, params: Params) -> tuple[Any, Any]:
-        """Returns the model, and the parameters of its blocks if they are unstacked."""
-        if not self.are_layers_unstacked:
-            return nnx.merge(self._graph, params), None
-        return nnx.merge(self._graph, {**params, **self._abstract_blocks}), params[BLOCKS]
 
     def _sample(
         self,
@@ -387,12 +387,3 @@ class ModelRunner:
         return SampledTokens(
             ids((num_tokens, num_rows)), log_probs((num_tokens, num_rows)), ids(top_shape), log_probs(top_shape)
         )
-
-
-def uses_unstacked_layers(config: Config, layout: Layout) -> bool:
-    """Returns True if layers have separate arrays and are unrolled.
-
-    XLA for CPUs and GPUs copies each kernel that it takes from a stack, which takes longer than the product of a few
-    rows. On a TPU it does not, and a loop compiles faster.
-    """
-    return layout.platform != 'tpu' and config.mesh.host_offload == 'none'

@@ -38,7 +38,8 @@ def _shared_engines():
     engines = {}
 
     def make(model, **settings):
-        key = (model.step, *settings.items())
+        draft = settings['draft']
+        key = (model.step, draft and draft.step, *((name, x) for name, x in settings.items() if name != 'draft'))
         if key not in engines:
             engines[key] = Engine(model, **settings)
         return engines[key]
@@ -104,6 +105,12 @@ def test_sampling_depends_on_the_seed(run, greedy, sampled):
     assert run('--max-tokens=20', '--temperature=1', '--seed=4')[1] != sampled
     # With top_k=1, sampling is greedy at any temperature.
     assert run('--max-tokens=20', '--temperature=1', '--top-k=1')[1] == greedy
+
+
+def test_a_draft_model_does_not_change_the_text(workdir, run, greedy, sampled):
+    draft = f'--draft-model={workdir}@4'
+    assert run(*GREEDY, draft) == (EXIT_DONE, greedy, '')
+    assert run('--max-tokens=20', '--temperature=1', '--seed=3', draft)[1] == sampled
 
 
 def test_several_prompts_and_samples(run):

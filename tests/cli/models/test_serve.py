@@ -482,6 +482,7 @@ def test_the_command(workdir, model, tmp_path):
         (['--max-model-len=-1'], 'max_context=-1'),
         (['--kv-cache-dtype=float64'], "--kv-cache-dtype: invalid choice: 'float64'"),
         (['--num-draft-tokens=33'], 'num_draft_tokens=33: must be from 0 to 32'),
+        (['--draft-model=nowhere'], '--draft-model=nowhere: no checkpoint in'),
         (['--max-tokens=-1'], '--max-tokens=-1: must be'),
         (['--max-queue-size=-1'], '--max-queue-size=-1: must be at least 0'),
         (['--request-timeout=0'], '--request-timeout=0.0: must be above 0'),

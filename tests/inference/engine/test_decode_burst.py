@@ -13,10 +13,10 @@ class Clock:
         return self.now
 
 
-def measured_burst(seconds, *, most=8, calls=1):
+def measured_burst(seconds, *, most=8, calls=1, pass_tokens=1):
     """Returns a `DecodeBurst` that has measured `calls` calls of two passes of `seconds` each, and its clock."""
     clock = Clock()
-    burst = DecodeBurst(most, clock)
+    burst = DecodeBurst(most, pass_tokens, clock)
     assert burst.num_tokens([50, 60], has_prefill=False) == 1
     for _ in range(calls):
         start = burst.now()
@@ -29,6 +29,12 @@ def test_a_call_takes_at_most_the_maximum_time():
     assert measured_burst(0.001)[0].num_tokens([50, 60], has_prefill=False) == 8
     assert measured_burst(MAX_BURST_SECONDS / 3.5)[0].num_tokens([50, 60], has_prefill=False) == 3
     assert measured_burst(10)[0].num_tokens([50, 60], has_prefill=False) == 1
+
+
+def test_a_call_has_tokens_for_the_drafts_of_one_pass():
+    burst, _ = measured_burst(10, pass_tokens=5)
+    assert [burst.num_tokens([50, 60], has_prefill=is_next) for is_next in (False, True)] == [5, 1]
+    assert burst.num_tokens([3, 60], has_prefill=False) == 3
 
 
 def test_a_waiting_prompt_shortens_the_call():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxlm.errors import InputError
-from maxlm.inference.engine import compiled, model_runner, slots
+from maxlm.inference import prepared_decoder
+from maxlm.inference.engine import compiled, slots
 from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.engine import Engine
 from maxlm.inference.engine.requests import Request
@@ -58,18 +59,18 @@ def test_layers_have_separate_arrays(plain):
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
     assert isinstance(plain._state.caches, list)
     assert kernel_LFD.shape[1] != kernel_LFD.shape[2]
-    layers = [layer['feedforward']['down']['kernel'] for layer in plain._params['blocks']]
+    layers = [layer['feedforward']['down']['kernel'] for layer in plain._params.model['blocks']]
     np.testing.assert_array_equal(layers, np.swapaxes(kernel_LFD, 1, 2))
-    np.testing.assert_array_equal(plain._params['head']['kernel'], load(FAMILY).params['head']['kernel'].T)
+    np.testing.assert_array_equal(plain._params.model['head']['kernel'], load(FAMILY).params['head']['kernel'].T)
 
 
 def test_layers_in_a_loop_share_arrays(monkeypatch):
     """Tests scanned layers, as on TPUs, where the compiler chooses the layout of kernels."""
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
+    monkeypatch.setattr(prepared_decoder, 'uses_unstacked_layers', lambda config, layout: False)
     looped = new_engine(load(FAMILY), share=False)
     assert isinstance(looped._state.caches, dict)
     kernel_LFD = load(FAMILY).params['blocks']['feedforward']['down']['kernel']
-    np.testing.assert_array_equal(looped._params['blocks']['feedforward']['down']['kernel'], kernel_LFD)
+    np.testing.assert_array_equal(looped._params.model['blocks']['feedforward']['down']['kernel'], kernel_LFD)
 
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
@@ -93,7 +94,7 @@ def test_separate_layers_with_complete_caches_give_the_same(cache, expected, int
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
     assert some._compiled.cache_lengths == [25, 100]
     assert {len(parts) for parts in some._state.caches} == {1}
-    assert not any(layer['attention']['key'] for layer in some._params['blocks'])
+    assert not any(layer['attention']['key'] for layer in some._params.model['blocks'])
     assert generate(some, PROMPTS, max_tokens=TOKENS) == rows
     assert {part.num_slots for (part,) in some._state.caches} == {64, 100}
     # Control: a cache that does not grow loses tokens.
@@ -122,7 +123,7 @@ def test_the_last_slots_in_use_matter(expected, monkeypatch):
 def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monkeypatch):
     """Tests scanned layers, as on TPUs, where every pass reads the complete caches."""
     rows = expected if cache == 'model' else int8[1]
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
+    monkeypatch.setattr(prepared_decoder, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     monkeypatch.setattr(slots, 'SHRINK_AFTER_PASSES', 30)
     some = new_engine(load(FAMILY), share=False, all_rows=True, cache=cache)
@@ -154,7 +155,7 @@ def test_caches_grow_and_shrink_with_their_contents(cache, expected, int8, monke
 
 @pytest.mark.parametrize('cache', ['model', 'int8'])
 def test_a_cache_keeps_its_contents_when_its_length_changes(cache, monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
+    monkeypatch.setattr(prepared_decoder, 'uses_unstacked_layers', lambda config, layout: False)
     monkeypatch.setattr(compiled, 'MIN_CACHE_LENGTH', 25)
     model = load(FAMILY)
     made = CompiledFunctions(
@@ -220,7 +221,7 @@ def test_devices_share_the_work(monkeypatch):
     keys = [cache.key_LBKSH for cache in some._state.caches[0]]
     assert [x.addressable_shards[0].data.shape[1:3] for x in keys] == [(1, 1)] * 2
     # The vocabulary of 1023 ids is padded once, not for every token.
-    assert some._params['embedding'].addressable_shards[0].data.shape == (512, 8)
+    assert some._params.model['embedding'].addressable_shards[0].data.shape == (512, 8)
 
 
 def test_a_mesh_that_splits_the_length_is_refused():

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxlm.inference.engine import model_runner
+from maxlm.inference import prepared_decoder
 from maxlm.inference.engine.requests import Request
 from maxlm.model.attention import latent
 from maxlm.model.layers import kv_cache
@@ -58,7 +58,7 @@ def test_int8_latents_change_little():
 
 
 def test_devices_share_heads_but_not_latents(monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
+    monkeypatch.setattr(prepared_decoder, 'uses_unstacked_layers', lambda config, layout: False)
     some = new_engine(load(FAMILY, 4, fsdp=2, tensor=2), share=False, all_rows=True)
     assert_greedy(generate(some, PROMPTS))
     shards = {x.addressable_shards[0].data.shape[2] for x in jax.tree.leaves(some._state.caches)}

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+from maxlm.inference import prepared_decoder
 from maxlm.inference.engine import model_runner
 from tests.inference.engines import CONTEXT, PROMPTS, generate, likeliest, load, new_engine
 
@@ -44,6 +45,6 @@ def test_a_lost_previous_token_is_noticed(monkeypatch):
 
 
 def test_devices_share_rows_and_heads(monkeypatch):
-    monkeypatch.setattr(model_runner, 'uses_unstacked_layers', lambda config, layout: False)
+    monkeypatch.setattr(prepared_decoder, 'uses_unstacked_layers', lambda config, layout: False)
     some = new_engine(load(FAMILY, 4, fsdp=2, tensor=2), share=False, all_rows=True)
     assert_greedy(PROMPTS, generate(some, PROMPTS))

@@ -1,0 +1,1 @@
+"""Drafts of the next tokens for speculative decoding: by prompt lookup or by a small model."""
