@@ -7,7 +7,14 @@ import pytest
 from benchmarks import decode_peers
 from benchmarks.peer_process import Peer
 
-SECONDS = {'maxlm': 1.0, 'llama.cpp': 0.5, 'transformers': 4.0, 'maxlm int8': 0.5, 'llama.cpp q8_0': 0.25}
+SECONDS = {
+    'maxlm': 1.0,
+    'llama.cpp': 0.5,
+    'transformers': 4.0,
+    'maxlm int8': 0.5,
+    'maxlm w8a8': 0.2,
+    'llama.cpp q8_0': 0.25,
+}
 
 
 class Side:
@@ -28,7 +35,12 @@ def test_medians_are_compared_without_the_first_round():
     assert (one['streams'], eight['streams']) == (1, 8)
     assert one['tokens_per_second']['maxlm'] == 128
     assert eight['tokens_per_second']['maxlm'] == 8 * 128
-    ratios = {'maxlm / llama.cpp': 0.5, 'maxlm / transformers': 4.0, 'maxlm int8 / llama.cpp q8_0': 0.5}
+    ratios = {
+        'maxlm / llama.cpp': 0.5,
+        'maxlm / transformers': 4.0,
+        'maxlm int8 / llama.cpp q8_0': 0.5,
+        'maxlm w8a8 / llama.cpp q8_0': 1.25,
+    }
     assert one['ratios'] == eight['ratios'] == ratios
     # All sides get the same prompts, and each round has others.
     assert sides['maxlm'].prompts[1:] == sides['llama.cpp q8_0'].prompts
