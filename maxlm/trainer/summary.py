@@ -125,6 +125,11 @@ def log_start(config: Config, forecast: Forecast, *, peak: Peak, price: Price | 
     )
     for line in startup_text(forecast):
         logger.info(line)
+    if jax.default_backend() == 'cpu' and config.model.dtype != 'float32':
+        logger.warning(
+            f'model.dtype={config.model.dtype}: XLA emulates it on a CPU, so steps are slower; set '
+            '--config.model.dtype=float32, which changes neither parameters nor checkpoints'
+        )
     if 0 < config.train.num_steps <= config.optimizer.warmup_steps:
         logger.warning(
             f'optimizer.warmup_steps={config.optimizer.warmup_steps} is not below '

@@ -1,12 +1,15 @@
-"""Tests the warning of a deterministic run whose versions or devices changed since its last start."""
+"""Tests warnings at the start of a run: of changes since the last start, and of slow settings."""
 
 import json
 
 import pytest
 
+from maxlm.hardware.chips import Peak
 from maxlm.log import logger
+from maxlm.trainer import summary
 from maxlm.trainer.summary import warn_of_changes
 from maxlm.workdir.files import EVENTS_FILE
+from tests.small import small_config
 
 STARTED = {
     'kind': 'started',
@@ -70,3 +73,16 @@ def test_foreign_and_damaged_events_are_ignored(warnings_of, content):
 
 def test_a_new_workdir_has_no_events(tmp_path):
     warn_of_changes(tmp_path, STARTED, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ('platform', 'dtype', 'warns'), [('cpu', 'bfloat16', 1), ('cpu', 'float32', 0), ('gpu', 'bfloat16', 0)]
+)
+def test_a_dtype_that_a_cpu_emulates(monkeypatch, platform, dtype, warns):
+    warnings = []
+    monkeypatch.setattr(summary.logger, 'warning', warnings.append)
+    monkeypatch.setattr(summary, 'startup_text', lambda forecast: [])
+    monkeypatch.setattr(summary.jax, 'default_backend', lambda: platform)
+    summary.log_start(small_config(model__dtype=dtype), None, peak=Peak(1.0, 'test'), price=None)
+    assert len(warnings) == warns
+    assert all('--config.model.dtype=float32' in warning for warning in warnings)
