@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxlm.config.schema import Config
 from maxlm.model.decoder import Decoder
 from maxlm.model.layers.linear import Linear, should_transpose, transpose_kernel
 from maxlm.model.layers.weight_only_quantization import KERNEL
+from maxlm.parallel.layout import Layout
 
 # Name of the bias of a projection.
 BIAS = 'bias'
@@ -136,3 +138,12 @@ def can_join(linears: Sequence[Linear | None]) -> bool:
         return (linear.num_inputs, linear.weights, linear.is_transposed, linear.bias is None) if is_whole else None
 
     return properties(first) is not None and all(properties(linear) == properties(first) for linear in linears)
+
+
+def uses_unstacked_layers(config: Config, layout: Layout) -> bool:
+    """Returns True if layers have separate arrays and are unrolled.
+
+    XLA for CPUs and GPUs copies each kernel that it takes from a stack, which takes longer than the product of a few
+    rows. On a TPU it does not, and a loop compiles faster.
+    """
+    return layout.platform != 'tpu' and config.mesh.host_offload == 'none'

@@ -23,6 +23,7 @@ from maxlm.inference.sampling import (
     Array,
     Rows,
     TokenMask,
+    apply_forced,
     apply_mask,
     apply_penalties,
     has_penalty,
@@ -33,7 +34,7 @@ from maxlm.inference.sampling import (
 )
 from maxlm.model.blocks import BLOCKS, STACKS
 from maxlm.model.layers.kv_cache import Caches
-from maxlm.model.prepared_kernels import convert, prepare_modules
+from maxlm.model.prepared_kernels import convert, prepare_modules, uses_unstacked_layers
 from maxlm.model.smear import previous_ids
 from maxlm.parallel.layout import Layout
 from maxlm.training.state import Params, abstract_model
@@ -192,8 +193,8 @@ class ModelRunner:
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
-        position_P1 = length_P[:, None] - 1
-        sampled = self._sample(decoder, hidden_P1D, position_P1, rows, seeds, in_prompt_PV, counts_PV, mask, with_top)
+        arrays = rows, seeds, in_prompt_PV, counts_PV, mask, with_top, jnp.zeros_like(count_P)
+        sampled = self._sample(decoder, hidden_P1D, length_P[:, None] - 1, *arrays)
         token_P = sampled.token_NB[0]
         counts_PV = counts_PV.at[jnp.arange(P), token_P].add(1)
 
@@ -235,8 +236,8 @@ class ModelRunner:
     ) -> tuple[State, SampledTokens, jax.Array]:
         """Samples `num_tokens_B` tokens for each of the first slots, and returns the `DecodeCounts` as int32 [3].
 
-        A pass generates one token per row, and one more for each drafted token that is accepted. The mask applies to
-        all passes, so a masked row must have only one token. Rows with penalties accept no drafts.
+        A pass generates one token per row, and one more for each drafted token that is accepted. Rows with penalties
+        accept no drafts. The mask applies to all tokens that are not forced.
         """
         num, K = len(num_tokens_B), self._num_draft_tokens
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
@@ -271,8 +272,9 @@ class ModelRunner:
                 length_B=jnp.where(remaining_B > 0, length_B + jnp.minimum(T, remaining_B), 0),
                 blocks=blocks,
             )
+            counts_BV, done_B = decoding.counts_BV, decoding.done_B
             sampled = self._sample(
-                decoder, hidden_BTD, positions_BT, rows, seeds, in_prompt_BV, decoding.counts_BV, mask, with_top
+                decoder, hidden_BTD, positions_BT, rows, seeds, in_prompt_BV, counts_BV, mask, with_top, done_B
             )
             accepted_B = jnp.minimum(num_accepted(sampled.token_NB, inputs_BT[:, 1:].T), num_drafted_B)
             new_B = jnp.minimum(1 + accepted_B, remaining_B)
@@ -353,8 +355,9 @@ class ModelRunner:
         counts_BV: jax.Array,
         mask: TokenMask,
         with_top: jax.Array,
+        done_B: jax.Array,
     ) -> SampledTokens:
-        """Samples the token after each position, N = T. Penalties and mask apply only to the first token of a row."""
+        """Samples the token after each position, N = T. Penalties apply only to the first token of a row."""
         B, T = position_BT.shape
         logits_TBV = decoder.logits(hidden_BTD)[..., : self._num_ids].swapaxes(0, 1)
         first_BV = jax.lax.cond(
@@ -362,13 +365,14 @@ class ModelRunner:
             lambda: apply_penalties(logits_TBV[0], rows, in_prompt_BV, counts_BV),
             lambda: logits_TBV[0],
         )
-        first_BV = apply_mask(first_BV, mask)
         # From here on, each position of each row is a row.
         allowed_BV = jnp.concatenate([first_BV, logits_TBV[1:].reshape(-1, self._num_ids)])
+        allowed_BV = apply_mask(allowed_BV, mask._replace(words_BW=jnp.tile(mask.words_BW, (T, 1))))
         logits_BV = logits_TBV.reshape(-1, self._num_ids)
         rows, seeds = jax.tree.map(lambda x_B: jnp.tile(x_B, T), (rows, seeds))
         keys_B = sampling_keys(seeds.seed_B, seeds.sample_B, position_BT.T.reshape(-1))
-        token_B = sample_rows(allowed_BV, keys_B, rows)
+        token_TB = sample_rows(allowed_BV, keys_B, rows).reshape(T, B)
+        token_B = apply_forced(token_TB, mask.forced_BF, done_B).reshape(-1)
         _, _, no_ids_1BC, no_log_probs_1BC = self._empty_samples(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             with_top,
@@ -385,12 +389,3 @@ class ModelRunner:
         return SampledTokens(
             ids((num_tokens, num_rows)), log_probs((num_tokens, num_rows)), ids(top_shape), log_probs(top_shape)
         )
-
-
-def uses_unstacked_layers(config: Config, layout: Layout) -> bool:
-    """Returns True if layers have separate arrays and are unrolled.
-
-    XLA for CPUs and GPUs copies each kernel that it takes from a stack, which takes longer than the product of a few
-    rows. On a TPU it does not, and a loop compiles faster.
-    """
-    return layout.platform != 'tpu' and config.mesh.host_offload == 'none'
