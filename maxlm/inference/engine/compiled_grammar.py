@@ -211,6 +211,8 @@ class TokenMatcher:
         self.failure = ''
         self.sent = 0.0
         self._last_mask, self._num_sent = grammar.first_mask, 0
+        # The last mask that was equal to the one before.
+        self._kept_mask: np.ndarray | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -242,9 +244,11 @@ class TokenMatcher:
         state, data = result.state[:1], result.state[1:]
         if state == CONTINUES:
             self.mask = np.frombuffer(data, np.int32)
-            # A token that counts has the same mask as the one before, with few exceptions.
-            is_kept = not self.forced and self._num_sent == self.num_accepted
-            if is_kept and np.array_equal(self.mask, self._last_mask):
+            if self._num_sent != self.num_accepted:
+                self.num_predicted = 0
+            # The next mask is probably equal again, and so are those of later strings.
+            if any(mask is not None and np.array_equal(self.mask, mask) for mask in (self._last_mask, self._kept_mask)):
+                self._kept_mask = self.mask
                 self.num_predicted = min(2 * self.num_predicted + 1, MAX_PREDICTED)
             else:
                 self.num_predicted = 0

@@ -20,7 +20,7 @@ SHORT_BURST = 2
 # EMA weight of the newest call.
 _EMA_WEIGHT = 0.25
 # Time of the host per call with a grammar, which the devices wait for, in passes. A guess: it depends on the model.
-_HOST_PASSES = 0.5
+_HOST_PASSES = 0.25
 # Sampling settings of idle slots.
 _IDLE = Sampling(temperature=0)
 

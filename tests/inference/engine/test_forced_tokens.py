@@ -120,6 +120,15 @@ def test_a_wrong_forced_token_changes_the_text(monkeypatch):
     assert found.ids != reference(GREEDY)
 
 
+def test_dropped_tokens_leave_the_state(monkeypatch):
+    """Control of the tests above: some tokens are dropped, and the text changes if the devices keep them."""
+    some, dropped = fresh_engine(), []
+    monkeypatch.setattr(some._compiled, 'rewind', lambda state, positions: dropped.extend(positions) or state)
+    texts = [some.complete([request(sampling)])[0][0].ids for sampling in SAMPLINGS[:3]]
+    assert dropped
+    assert texts != [reference(sampling) for sampling in SAMPLINGS[:3]]
+
+
 def test_log_probs_of_forced_tokens():
     """Requests with log-probabilities do not jump, because the pass gives none."""
     some = fresh_engine()
