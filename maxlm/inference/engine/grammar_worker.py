@@ -75,6 +75,7 @@ class _Worker:
         self.vocabulary: Any = None
         self.samples: dict[int, TextPosition] = {}
         self._matcher: Any = None
+        self._first_words = np.zeros(0, np.int32)
 
     def compile(self, grammar: str) -> bytes:
         """Compiles a grammar and returns the mask of the first token."""
@@ -82,9 +83,11 @@ class _Worker:
         self._matcher = llguidance.LLMatcher(self.vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InputError(f'{_reason(self._matcher)}; change this part of the schema')
-        first = self._start()
+        first = TextPosition(self._matcher, np.zeros(-(-self.vocabulary.vocab_size // 32), np.int32))
+        first.compute_mask()
         if first.failure:
             raise InputError('no token of this model begins a text that the schema allows; change the schema')
+        self._first_words = first.words
         return first.words.tobytes()
 
     def next_mask(self, sample: int, tokens: Sequence[int], *, is_truncated: bool) -> MaskResult:
@@ -95,7 +98,8 @@ class _Worker:
         truncates the distribution. The token with the largest perturbed logit is then the same.
         """
         if sample not in self.samples:
-            self.samples[sample] = self._start()
+            # Each computation of the first mask would take memory.
+            self.samples[sample] = TextPosition(self._matcher, self._first_words)
         position = self.samples[sample]
         last_words, start = position.words, time.thread_time()
         num_accepted = 0
@@ -115,9 +119,6 @@ class _Worker:
             forced.append(only)
         return MaskResult(num_accepted, tuple(forced), CONTINUES + position.words.tobytes())
 
-    def _start(self) -> TextPosition:
-        return TextPosition(self._matcher, -(-self.vocabulary.vocab_size // 32))
-
 
 class TextPosition:
     """Position of one text in a grammar.
@@ -126,18 +127,18 @@ class TextPosition:
         words: tokens that may follow, as bits of int32 [W]. If the text is complete, they have no meaning.
     """
 
-    def __init__(self, matcher: Any, size: int):
+    def __init__(self, matcher: Any, words: np.ndarray):
+        """Initializes the beginning of a text with the first mask."""
         self._root, self._matcher = matcher, matcher.deep_copy()
         self._tokens: list[int] = []
-        self.words = np.zeros(size, np.int32)
-        self._compute_mask()
+        self.words = words
 
     def accept(self, token: int) -> None:
         """Adds a token to the text. The text has a failure if the grammar does not allow it."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
         if not self.is_complete:
-            self._compute_mask()
+            self.compute_mask()
 
     def accept_forced(self) -> int | None:
         """Adds the only token that may follow and that does not end the text, and returns it; None if there is none.
@@ -154,10 +155,11 @@ class TextPosition:
         self._matcher = self._root.deep_copy()
         for before in self._tokens:
             self._matcher.consume_token(before)
-        self._compute_mask()
+        self.compute_mask()
         return None
 
-    def _compute_mask(self) -> None:
+    def compute_mask(self) -> None:
+        """Computes `words` of the current position."""
         self.words = np.empty_like(self.words)
         self._matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
 
