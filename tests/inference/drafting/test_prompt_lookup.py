@@ -10,6 +10,7 @@ from maxlm.errors import InputError
 from maxlm.inference.drafting.prompt_lookup import MAX_MATCH, MIN_MATCH, find_drafts, num_accepted
 from maxlm.inference.engine import model_runner
 from maxlm.inference.engine.engine import Engine
+from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from tests.inference.engines import GREEDY, generate, load, naive, naive_logits, new_engine

@@ -190,7 +190,6 @@ def test_drafts_with_a_grammar(draft, monkeypatch):
         patch.setattr(ActiveSequence, 'jump', counted_jump)
         alone = [some.complete([each])[0][0] for each in requests]
         assert {'rewind', 'jump'} == set(calls)
-        before = some.state
         together = [samples[0] for samples in some.complete(requests)]
     drafted, accepted = some.state.draft_tokens, some.state.accepted_tokens
     assert (accepted == drafted > 0) if draft == FAMILY else (0 < accepted < drafted), (accepted, drafted)
