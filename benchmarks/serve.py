@@ -3,7 +3,8 @@
 A Llama with random weights is written in Transformers' format, served by `maxlm serve`, and loaded by Transformers in a
 separate process. Both use float32 on all cores. 1, 8 and 32 clients send streaming requests over HTTP. A client sends
 the next prompt when its response is complete. Transformers gets the same prompts in batches of the two largest powers
-of two up to the number of clients, and its best batch size counts. A batch ends with its longest response.
+of two up to the number of clients, and its best batch size counts. A batch ends with its longest response. The result
+of maxlm also has the 99th percentile of the time between two messages of a stream, each with one token or more.
 
 Responses have different lengths as in real traffic (`mixed`), or one length (`equal`), for which batches waste no work.
 The sides run in turns; ratios compare medians over the rounds. The first greedy tokens of both sides are compared
@@ -79,7 +80,8 @@ def main(argv: list[str]) -> int:
         print(
             f'{result["answers"]}, {result["clients"]:3} clients: '
             f'maxlm {ours["tokens_per_second"]:7.1f} tokens/s, first token '
-            f'{ours["first_token_seconds"]:.3f} s; Transformers {theirs["tokens_per_second"]:7.1f}, '
+            f'{ours["first_token_seconds"]:.3f} s, 99% of gaps below {ours["gap_p99_seconds"]:.3f} s; '
+            f'Transformers {theirs["tokens_per_second"]:7.1f}, '
             f'{theirs["first_token_seconds"]:.3f} s (batch {theirs["batch"]}); ratio {result["ratio"]:.2f}'
         )
     if options.output:
@@ -153,8 +155,8 @@ class Server:
             raise SystemExit(f'the server ended with {self._process.wait()}')
         self.address = found[1], int(found[2])
 
-    def ask(self, prompt: list[int], num: int) -> tuple[list[int], float, float]:
-        """Returns the token ids of a greedy response, and the seconds to its first and last token."""
+    def ask(self, prompt: list[int], num: int) -> tuple[list[int], list[float]]:
+        """Returns the token ids of a greedy response, and the seconds to each message, which has one or more tokens."""
         connection = http.client.HTTPConnection(*self.address, timeout=600)
         body = {'prompt': prompt, 'max_tokens': num, 'temperature': 0, 'stream': True, 'ignore_eos': True}
         start = time.perf_counter()
@@ -162,19 +164,19 @@ class Server:
         response = connection.getresponse()
         if response.status != 200:
             raise SystemExit(f'the server answered {response.status}: {response.read().decode()[:500]}')
-        first, text = 0.0, ''
+        seconds, text = [], ''
         for line in response:
             if line.startswith(b'data: {'):
-                first = first or time.perf_counter() - start
+                seconds.append(time.perf_counter() - start)
                 text += json.loads(line[6:])['choices'][0]['text']
         connection.close()
         # The tokenizer decodes each id to its number, and id 0 to the end-of-document token.
         ids = [int(word) if word.isdigit() else 0 for word in re.findall(r'\d+|<[^>]*>', text)]
-        return ids, first, time.perf_counter() - start
+        return ids, seconds
 
     def serve(self, prompts: list[list[int]], nums: list[int], clients: int) -> dict[str, float]:
         """Requests `nums` tokens for the prompts from concurrent clients and returns throughput and latency."""
-        firsts: list[float] = []
+        streams: list[list[float]] = []
         left: queue.SimpleQueue[tuple[list[int], int]] = queue.SimpleQueue()
         for one in zip(prompts, nums, strict=True):
             left.put(one)
@@ -183,9 +185,9 @@ class Server:
             with contextlib.suppress(queue.Empty):
                 while True:
                     prompt, num = left.get_nowait()
-                    ids, first, _ = self.ask(prompt, num)
+                    ids, arrivals = self.ask(prompt, num)
                     assert len(ids) == num, len(ids)
-                    firsts.append(first)
+                    streams.append(arrivals)
 
         threads = [threading.Thread(target=work) for _ in range(clients)]
         start = time.perf_counter()
@@ -193,12 +195,13 @@ class Server:
             thread.start()
         for thread in threads:
             thread.join()
-        if len(firsts) != len(prompts):
+        if len(streams) != len(prompts):
             raise SystemExit('a request to the server failed')
         seconds = time.perf_counter() - start
         return {
             'tokens_per_second': sum(nums) / seconds,
-            'first_token_seconds': statistics.mean(firsts),
+            'first_token_seconds': statistics.mean(arrivals[0] for arrivals in streams),
+            'gap_p99_seconds': gap_p99(streams),
         }
 
     def end(self) -> None:
@@ -206,6 +209,16 @@ class Server:
         self._process.terminate()
         # communicate() waits for the process and closes its pipe.
         self._process.communicate()
+
+
+def gap_p99(streams: list[list[float]]) -> float:
+    """Returns the 99th percentile of the time between two messages of a stream, over all streams.
+
+    Args:
+        streams: times of the messages of each stream.
+    """
+    gaps = [later - earlier for times in streams for earlier, later in itertools.pairwise(times)]
+    return float(np.percentile(gaps, 99))
 
 
 def run() -> None:

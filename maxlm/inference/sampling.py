@@ -65,6 +65,16 @@ class Sampling:
         if not self.repetition_penalty > 0:
             raise InputError(f'repetition_penalty={self.repetition_penalty}: must be above 0')
 
+    @property
+    def is_truncated(self) -> bool:
+        """True if top-k, top-p or min-p excludes tokens."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def has_penalty(self) -> bool:
+        """True if the logits of a token depend on whether it has occurred."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
 
 class TokenMask(NamedTuple):
     """Allowed tokens of each row.
@@ -72,10 +82,12 @@ class TokenMask(NamedTuple):
     Attributes:
         words_BW: int32; bit i of word w is 1 if token 32·w + i is allowed.
         is_active: False if all tokens are allowed in all rows.
+        forced_BF: int32; tokens that the next ones of a row must be, before the mask applies; -1 after the last one.
     """
 
     words_BW: Array
     is_active: Array
+    forced_BF: Array
 
 
 class Rows(NamedTuple):
@@ -204,6 +216,20 @@ def apply_mask(logits_BV: jax.Array, mask: TokenMask) -> jax.Array:
         return jnp.where((bits_BW32.reshape(len(bits_BW32), -1)[:, :V] & 1) == 1, logits_BV, -jnp.inf)
 
     return jax.lax.cond(mask.is_active, masked, lambda: logits_BV)
+
+
+def apply_forced(token_TB: jax.Array, forced_BF: Array, done_B: jax.Array) -> jax.Array:
+    """Returns the sampled tokens, or the forced ones where there are any.
+
+    Args:
+        token_TB: tokens sampled at successive positions.
+        forced_BF: forced tokens, see `TokenMask`.
+        done_B: number of forced tokens, and of tokens after them, that precede the first position.
+    """
+    last = forced_BF.shape[1] - 1
+    index_BT = done_B[:, None] + jnp.arange(len(token_TB))[None, :]
+    forced_BT = jnp.take_along_axis(jnp.asarray(forced_BF), jnp.minimum(index_BT, last), axis=1)
+    return jnp.where((forced_BT >= 0) & (index_BT <= last), forced_BT, token_TB.T).T
 
 
 def has_penalty(rows: Rows) -> jax.Array:

@@ -36,8 +36,9 @@ MIN_ROW_TOKENS = 512
 ROW_MULTIPLE = 128
 # Tokens per batch. Larger batches do not improve CPU throughput.
 BATCH_TOKENS, CPU_BATCH_TOKENS = 2**14, 2**12
-# Maximum number of positions whose logits are held in memory.
-LOGITS_CHUNK = 1024
+# Numbers of positions per call whose logits are computed: the last call of a batch has the smallest number that fits.
+# With one scored token per text, most of 1024 positions would be padding. The last number limits the memory.
+LOGITS_SIZES = (128, 1024)
 # Requests shorter than a row by this factor get shorter rows: attention cost is quadratic in the row length.
 SHORT_ROW_FACTOR = 4
 
@@ -177,9 +178,9 @@ class LogprobScorer:
                 else:
                     hidden_BTD = self._forward(self.params, tokens, segments, positions)
                 targets = _scored_tokens(members, flattened, requests)
-                for first in range(0, len(targets), LOGITS_CHUNK):
-                    chunk = targets[first : first + LOGITS_CHUNK]
-                    padded = np.zeros((LOGITS_CHUNK, 3), np.int32)
+                for first in range(0, len(targets), LOGITS_SIZES[-1]):
+                    chunk = targets[first : first + LOGITS_SIZES[-1]]
+                    padded = np.zeros((next(size for size in LOGITS_SIZES if size >= len(chunk)), 3), np.int32)
                     padded[: len(chunk)] = chunk[:, 1:]
                     pending.append(
                         (self._score_tokens(self.params, hidden_BTD, *map(self._to_devices, padded.T)), chunk[:, 0])
@@ -188,7 +189,7 @@ class LogprobScorer:
                         # With many programs in flight, the virtual devices of a CPU can deadlock.
                         jax.block_until_ready(pending[-1][0])
                 # Keep one batch in the device queue while an older one is read.
-                while len(pending) > 2 * max(1, len(targets) // LOGITS_CHUNK):
+                while len(pending) > 2 * max(1, len(targets) // LOGITS_SIZES[-1]):
                     collect()
                 bar.update(sum(len(sequence.requests) for row in members for tree in row for sequence in tree))
             while pending:

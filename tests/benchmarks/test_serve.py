@@ -21,11 +21,11 @@ class Peer:
 
 class Server:
     def ask(self, prompt, num):
-        return [7] * num, 0.1, 1.0
+        return [7] * num, [0.1, 1.0]
 
     def serve(self, prompts, nums, clients):
         self.nums = nums
-        return {'tokens_per_second': 100.0 * clients, 'first_token_seconds': 0.25}
+        return {'tokens_per_second': 100.0 * clients, 'first_token_seconds': 0.25, 'gap_p99_seconds': 0.01}
 
 
 def test_best_batch_size_is_compared():
@@ -44,6 +44,17 @@ def test_best_batch_size_is_compared():
     assert eight['transformers'] == pytest.approx({'tokens_per_second': rate, 'first_token_seconds': 0.5, 'batch': 8})
     assert eight['ratio'] == pytest.approx(800 / rate)
     assert one['ratio'] == pytest.approx(100 / 96)
+
+
+def test_time_between_messages():
+    """The gaps of each stream count, and the time to its first message does not."""
+    assert serve.gap_p99([[5.0, 5.1, 5.2], [9.0, 9.1]]) == pytest.approx(0.1)
+    # One stall among 100 gaps is within the last percent, and one among four is not.
+    steady = [0.1 * step for step in range(101)]
+    stalled = [*steady[:50], *(time + 3 for time in steady[50:])]
+    assert serve.gap_p99([steady, stalled]) == pytest.approx(0.1)
+    assert serve.gap_p99([steady, *[stalled] * 4]) == pytest.approx(0.1)
+    assert serve.gap_p99([stalled[48:53]] * 4) == pytest.approx(3.1)
 
 
 def test_another_model_is_not_compared():

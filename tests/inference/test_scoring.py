@@ -240,6 +240,27 @@ def test_rows_are_filled():
     assert [sum(lengths[number] for number in row) for row in rows] == [100, 100, 90]
 
 
+def test_logits_of_few_positions(monkeypatch):
+    """Texts with one scored token each need logits of few positions."""
+    some, computed = scorer(), []
+    original = some._score_tokens
+
+    def counted(params, hidden_BTD, row_P, column_P, target_P):
+        computed.append(len(row_P))
+        return original(params, hidden_BTD, row_P, column_P, target_P)
+
+    monkeypatch.setattr(some, '_score_tokens', counted)
+    rng = np.random.default_rng(5)
+    few = [ScoringRequest(rng.integers(0, VOCAB, 20).tolist(), [3]) for _ in range(6)]
+    many = [ScoringRequest([number], rng.integers(0, VOCAB, CONTEXT).tolist()) for number in range(5)]
+    agree(some.score(few), [naive('llama', span) for span in few])
+    assert computed == [scoring.LOGITS_SIZES[0]]
+    computed.clear()
+    agree(some.score(many), [naive('llama', span) for span in many])
+    assert 5 * CONTEXT <= sum(computed) < 5 * CONTEXT + sum(scoring.LOGITS_SIZES)
+    assert set(computed) <= set(scoring.LOGITS_SIZES)
+
+
 def test_slots_that_are_scored():
     assert list(scored_indices(5, 2)) == [3, 4]
     assert list(scored_indices(1, 1)) == [0]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from maxlm.config.schema import Config
 from maxlm.inference.prepared_decoder import PreparedDecoder
-from maxlm.inference.sampling import Array, Rows, sample_rows, sampling_keys
+from maxlm.inference.sampling import Array, Rows, TokenMask, apply_forced, apply_mask, sample_rows, sampling_keys
 from maxlm.model.layers.kv_cache import Caches
 from maxlm.model.smear import NO_TOKEN
 from maxlm.parallel.layout import Layout
@@ -30,7 +30,8 @@ class DraftState(NamedTuple):
 
     Attributes:
         caches: keys and values.
-        length_B: number of tokens in the cache, of which the last may be rejected drafts.
+        length_B: number of tokens in the cache, of which the last may be rejected drafts, or tokens that a grammar
+            dropped. The model has the length of each text.
     """
 
     caches: Caches
@@ -72,10 +73,11 @@ class DraftModel:
         state: DraftState,
         history_BS: jax.Array,
         length_B: jax.Array,
-        num_drafted_B: jax.Array,
-        is_active_B: jax.Array,
+        end_B: jax.Array,
+        done_B: jax.Array,
         rows: Rows,
         seeds: tuple[Array, Array],
+        mask: TokenMask,
     ) -> tuple[DraftState, jax.Array]:
         """Writes drafts after the last token of each of the first slots into `history_BS`, one token per pass.
 
@@ -86,16 +88,16 @@ class DraftModel:
             state: state of the draft model.
             history_BS: tokens of each text.
             length_B: position of the last token of each text.
-            num_drafted_B: number of tokens to draft in each row; with `length_B` at most `context`.
-            is_active_B: rows whose text is processed; others are not changed.
+            end_B: number of tokens to process in each row, of the text and then of drafts; 0 = none. No token after
+                `context` is processed.
+            done_B: number of tokens of the call that the text contains, as for `apply_forced`.
             rows: sampling settings. Penalties are ignored.
             seeds: seed and sample index of each row, uint32.
+            mask: tokens that may follow, as for the model, which accepts no others.
         """
         decoder, blocks = self._decoder.build(params)
         num, S = history_BS.shape
-        # The last of K drafted tokens is not processed. Without drafts, the last token of the text is.
-        end_B = jnp.minimum(length_B + jnp.maximum(num_drafted_B, 1), self.context)
-        end_B = jnp.where(is_active_B, end_B, 0)
+        end_B = jnp.minimum(end_B, self.context)
 
         def token_at(position_B: jax.Array, history_BS: jax.Array) -> jax.Array:
             return self._known(jnp.take_along_axis(history_BS, jnp.maximum(position_B, 0)[:, None], axis=1))
@@ -116,16 +118,22 @@ class DraftModel:
             # A model with fewer rows than ids never drafts the others, and the noise has the shape of the model's.
             missing = self._num_ids - logits_BV.shape[1]
             logits_BV = jnp.pad(logits_BV, [(0, 0), (0, missing)], constant_values=-jnp.inf)
-            token_B = sample_rows(logits_BV, sampling_keys(*seeds, position_B), rows)
+            token_B = sample_rows(apply_mask(logits_BV, mask), sampling_keys(*seeds, position_B), rows)
+            done_before_B = done_B + jnp.maximum(position_B - length_B, 0)
+            token_B = apply_forced(token_B[None], mask.forced_BF, done_before_B)[0]
             # Tokens of the text are not replaced.
             target_B = jnp.where(is_behind_B & (position_B >= length_B), position_B + 1, S)
             history_BS = history_BS.at[jnp.arange(num), target_B].set(token_B, mode='drop')
             return caches, processed_B + is_behind_B, history_BS
 
-        # Positions of rejected drafts are not part of the text.
+        # Positions of rejected drafts and of dropped tokens are not part of the text.
         first = (state.caches, jnp.minimum(state.length_B[:num], length_B), history_BS)
         caches, processed_B, history_BS = jax.lax.while_loop(lambda carry: (carry[1] < end_B).any(), run, first)
         return DraftState(caches, state.length_B.at[:num].set(processed_B)), history_BS
+
+    def is_behind(self, state: DraftState, length_B: jax.Array) -> jax.Array:
+        """Returns True for each of the first slots whose cache lacks any of the first `length_B` tokens, bool [B]."""
+        return state.length_B[: len(length_B)] < jnp.minimum(length_B, self.context)
 
     def _known(self, tokens: jax.Array) -> jax.Array:
         """Replaces ids of the model's tokenizer for which the draft model has no row. NO_TOKEN is kept."""

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxlm.config.schema import Config
-from maxlm.config.sections.quantization import KV_CACHE_DTYPES
 from maxlm.errors import InputError
 from maxlm.inference.drafting.draft_model import DraftModel, DraftState
 from maxlm.inference.drafting.prompt_lookup import MAX_DRAFT_TOKENS
-from maxlm.inference.engine.compiled_grammar import ALL_TOKENS, num_words
+from maxlm.inference.engine.compiled_grammar import stack_masks
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, PreparedParams, SampledTokens, State
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.inference.slot_caches import SlotCaches
@@ -146,7 +145,8 @@ class CompiledFunctions:
             layout=layout,
             num_slots=num_slots,
             max_context=max_context,
-            chunk=max(self.chunk, 1 + num_draft_tokens),
+            # A call may write tokens that are dropped later.
+            chunk=max(self.chunk, self.max_tokens),
             int8=int8,
             unstacked=self._runner.are_layers_unstacked,
             in_blocks=has_blocks,
@@ -172,6 +172,7 @@ class CompiledFunctions:
         self._prefill = jit(self._runner.prefill, out_shardings=(self._shardings, replicated, replicated, hidden))
         self._score = jax.jit(self._runner.score, out_shardings=replicated)
         self._copy_slot = jax.jit(self._runner.copy_slot, donate_argnames='state', out_shardings=self._shardings)
+        self._rewind = jax.jit(_rewind, out_shardings=replicated)
         self._decode = jit(
             self._runner.decode,
             out_shardings=(self._shardings, replicated, replicated),
@@ -230,17 +231,14 @@ class CompiledFunctions:
             draft = draft._replace(caches=self._draft_caches.resize(draft.caches, cache_length))
         return state._replace(caches=self._caches.resize(state.caches, cache_length), draft=draft)
 
-    def token_mask(self, masks: Sequence[np.ndarray | None]) -> TokenMask:
-        """Stacks the masks of rows; None allows all tokens. Without any mask, nothing is transferred."""
-        words = np.full((len(masks), num_words(self._num_ids)), ALL_TOKENS)
+    def token_mask(self, masks: Sequence[np.ndarray | None], forced: Sequence[Sequence[int]] = ()) -> TokenMask:
+        """Stacks the masks and forced tokens of rows, see `stack_masks`. Without any mask, nothing is transferred."""
+        # All masks are on the devices, so that the same program is called.
         if any(mask is not None for mask in masks):
-            for row, mask in enumerate(masks):
-                if mask is not None:
-                    words[row] = mask[: words.shape[1]]
-            # On the devices like the masks below, so that the same program is called.
-            return self.to_devices(TokenMask(words, np.array(True)))
+            return self.to_devices(stack_masks(masks, forced, num_ids=self._num_ids, max_forced=self.max_tokens))
         if len(masks) not in self._no_masks:
-            self._no_masks[len(masks)] = self.to_devices(TokenMask(words, np.array(False)))
+            no_masks = stack_masks(masks, (), num_ids=self._num_ids, max_forced=self.max_tokens)
+            self._no_masks[len(masks)] = self.to_devices(no_masks)
         return self._no_masks[len(masks)]
 
     def sampling_rows(self, settings: list[tuple[Sampling, int, int]]) -> tuple[Rows, PendingPrompt]:
@@ -254,6 +252,14 @@ class CompiledFunctions:
     def copy_slot(self, state: State, source: int, slot: int) -> State:
         """Copies keys and values of one slot to another."""
         return self._copy_slot(state, np.int32(source), np.int32(slot))
+
+    def rewind(self, state: State, positions: Sequence[tuple[int, int, int, int]]) -> State:
+        """Drops the last tokens of slots. A position is the slot, its length, the next input token and the last one."""
+        position_4P = np.full((4, self.num_slots), self.num_slots, np.int32)
+        for row, position in enumerate(positions):
+            position_4P[:, row] = position
+        length_B, token_B, previous_B = self._rewind((state.length_B, state.token_B, state.previous_B), position_4P)
+        return state._replace(length_B=length_B, token_B=token_B, previous_B=previous_B)
 
     def prefill(
         self, params: PreparedParams, state: State, chunks: Sequence[PrefillChunk], *, with_top: bool
@@ -314,8 +320,7 @@ class CompiledFunctions:
     ) -> tuple[State, SampledTokens, jax.Array]:
         """Generates `num_tokens` tokens for each of the first slots, and returns the `DecodeCounts` as int32 [3].
 
-        `num_tokens` is int32, at most `max_tokens`, and at most 1 if a row has a mask. `num_tokens`, `rows`, `seeds`
-        and `mask` have `num_rows` entries.
+        `num_tokens` is int32, at most `max_tokens`. It, `rows`, `seeds` and `mask` have `num_rows` entries.
         """
         return self._decode(params, state, num_tokens, rows, seeds, mask, with_top)
 
@@ -326,7 +331,7 @@ class CompiledFunctions:
         """
         num = self.num_slots
         seeds = PendingPrompt(np.zeros(num, np.uint32), np.zeros(num, np.uint32))
-        mask = TokenMask(np.full((num, num_words(self._num_ids)), ALL_TOKENS), np.array(False))
+        mask = stack_masks([None] * num, (), num_ids=self._num_ids, max_forced=self.max_tokens)
         rows = stack_settings([Sampling()] * num), seeds, mask
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._layout.named()),
@@ -351,6 +356,10 @@ class CompiledFunctions:
         def copy_slot(params: PreparedParams, state: State) -> tuple[State, Any]:
             return self.copy_slot(state, 0, 0), None
 
+        def rewind(params: PreparedParams, state: State) -> tuple[State, Any]:
+            return self.rewind(state, []), None
+
+        yield 'drop tokens', self.cache_lengths[0], rewind
         for cache_length in self.cache_lengths:
             yield f'copy slot (cache length {cache_length})', cache_length, copy_slot
             for num in self.row_counts:
@@ -371,6 +380,12 @@ def uses_cache_blocks(layout: Layout) -> bool:
     return layout.platform == 'cpu'
 
 
+def _rewind(fields: tuple[jax.Array, ...], position_4P: jax.Array) -> tuple[jax.Array, ...]:
+    """Sets the slots in the first row to the values of the others, in the order of the fields."""
+    slot_P, *values_3P = position_4P
+    return tuple(x_B.at[slot_P].set(new_P, mode='drop') for x_B, new_P in zip(fields, values_3P, strict=True))
+
+
 def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int]:
     """Returns sizes that grow by a factor, ending with `maximum`."""
     sizes = []
@@ -382,15 +397,3 @@ def _growing_sizes(minimum: int, maximum: int, growth: int = GROWTH) -> list[int
 
 def _smallest_fitting(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
-
-
-def check_settings(context: int, *, max_context: int, cache: str, max_queue_size: int) -> None:
-    """Raises InputError if a setting of `Engine` is out of range. `context` is the context length of the model."""
-    if not 0 <= max_context <= context:
-        raise InputError(
-            f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
-        )
-    if cache not in KV_CACHE_DTYPES:
-        raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
-    if max_queue_size < 0:
-        raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')

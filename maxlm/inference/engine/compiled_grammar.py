@@ -9,17 +9,23 @@ import collections
 import math
 import select
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from maxlm.errors import InputError
+from maxlm.inference.sampling import TokenMask
 from maxlm.sandbox.limited_process import LimitedProcess, LimitError, ProcessKilledError
 
 # Time for one mask, on a machine that is busy with other processes.
 MASK_WALL_SECONDS = 20.0
 # Maximum number of samples of one request, and size of the length of each result.
 MAX_BATCH, SIZE_BYTES = 16, 4
+# Maximum number of forced tokens per result.
+MAX_FORCED = 32
+# Maximum number of tokens that are sampled with a mask in addition to its own, see `TokenMatcher.num_predicted`.
+MAX_PREDICTED = 7
 # State after a token: more tokens follow; the text is complete; no token may follow.
 CONTINUES, COMPLETE, DEAD_END = b'+', b'.', b'!'
 # Maximum time for which the engine waits for masks if no sample has one. It then checks for new requests.
@@ -37,6 +43,45 @@ def num_words(num_ids: int) -> int:
     return -(-num_ids // 32)
 
 
+def stack_masks(
+    masks: Sequence[np.ndarray | None], forced: Sequence[Sequence[int]], *, num_ids: int, max_forced: int
+) -> TokenMask:
+    """Stacks the masks of rows, None for rows without a grammar, and their forced tokens, up to `max_forced` each."""
+    words = np.full((len(masks), num_words(num_ids)), ALL_TOKENS)
+    forced_BF = np.full((len(masks), max_forced), -1, np.int32)
+    for row, mask in enumerate(masks):
+        if mask is not None:
+            words[row] = mask[: words.shape[1]]
+    for row, tokens in enumerate(forced):
+        forced_BF[row, : len(tokens)] = tokens[:max_forced]
+    return TokenMask(words, np.array(any(mask is not None for mask in masks)), forced_BF)
+
+
+class MaskResult(NamedTuple):
+    """Result of the process for new tokens of one text.
+
+    Attributes:
+        num_accepted: number of the tokens that count.
+        forced: tokens that must follow.
+        state: state after all these tokens: `CONTINUES` and the next mask, `COMPLETE`, or `DEAD_END` and the reason.
+    """
+
+    num_accepted: int
+    forced: tuple[int, ...]
+    state: bytes
+
+    def to_bytes(self) -> bytes:
+        """Returns the numbers of accepted and forced tokens, the latter in int32, and the state."""
+        header = bytes([self.num_accepted, len(self.forced)])
+        return header + np.array(self.forced, np.int32).tobytes() + self.state
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> MaskResult:
+        """Reads the bytes of a result."""
+        end = 2 + 4 * data[1]
+        return cls(data[0], tuple(np.frombuffer(data[2:end], np.int32).tolist()), data[end:])
+
+
 class CompiledGrammar:
     """A compiled grammar, and the process that knows the positions of samples in it. Only one thread uses its samples.
 
@@ -52,8 +97,8 @@ class CompiledGrammar:
         """Initializes the grammar. `on_failure` is called with the reason if a limit is exceeded."""
         self.first_mask, self.num_bytes, self.error = first_mask, num_bytes, ''
         self._process, self._on_failure = process, on_failure
-        # New tokens, and the samples of each request without a result.
-        self._tokens: list[tuple[int, TokenMatcher]] = []
+        # Samples with new tokens, and the samples of each request without a result.
+        self._tokens: list[tuple[str, TokenMatcher]] = []
         self._requests: collections.deque[list[TokenMatcher]] = collections.deque()
         # Samples that have ended since the last request.
         self._ended: list[int] = []
@@ -76,16 +121,15 @@ class CompiledGrammar:
         self._num_open += 1
         return TokenMatcher(self, self._num_started)
 
-    def add(self, token: int, matcher: TokenMatcher) -> None:
-        """Adds the next token of a sample to the next request."""
-        self._tokens.append((token, matcher))
+    def add(self, tokens: Sequence[int], matcher: TokenMatcher, *, is_truncated: bool) -> None:
+        """Adds the next tokens of a sample to the next request."""
+        self._tokens.append((' '.join(map(str, (matcher.number, int(is_truncated), *tokens))), matcher))
 
     def send(self) -> None:
         """Sends the new tokens of all samples. `poll` gives the results to the matchers."""
         while self._tokens and not self.error:
             batch, self._tokens = self._tokens[:MAX_BATCH], self._tokens[MAX_BATCH:]
-            pairs = [f'{matcher.number} {token}' for token, matcher in batch]
-            request = f'N{" ".join(map(str, self._ended))};{" ".join(pairs)}'
+            request = ';'.join([f'N{" ".join(map(str, self._ended))}', *(tokens for tokens, _ in batch)])
             self._ended.clear()
             if not self._requests:
                 self._deadline = time.monotonic() + MASK_WALL_SECONDS
@@ -108,7 +152,7 @@ class CompiledGrammar:
                 start = 0
                 for matcher in self._requests.popleft():
                     end = start + int.from_bytes(result[start : start + SIZE_BYTES]) + SIZE_BYTES
-                    matcher.receive(result[start + SIZE_BYTES : end])
+                    matcher.receive(MaskResult.from_bytes(result[start + SIZE_BYTES : end]))
                     start = end
         except (LimitError, InputError) as error:
             self._fail(error)
@@ -147,7 +191,12 @@ class TokenMatcher:
 
     Attributes:
         number: number of the text.
-        mask: tokens that may follow, as bits of int32 [W]; None while the process computes it, and after the end.
+        forced: tokens that must follow.
+        mask: tokens that may follow the forced ones, as bits of int32 [W]; None while the process computes it, and
+            after the end.
+        num_predicted: number of tokens to sample with the mask in addition to its own, because the next mask may be
+            equal, such as within a string. The process finds out how many of them count.
+        num_accepted: number of the last tokens that count.
         is_complete: True if the text follows the grammar and no token may follow.
         failure: reason why the text cannot be completed, or ''.
         sent: time of the last token.
@@ -155,34 +204,58 @@ class TokenMatcher:
 
     def __init__(self, grammar: CompiledGrammar, number: int):
         self.grammar, self.number = grammar, number
+        self.forced: Sequence[int] = ()
         self.mask: np.ndarray | None = grammar.first_mask
+        self.num_predicted = self.num_accepted = 0
         self.is_complete = False
         self.failure = ''
         self.sent = 0.0
+        self._last_mask, self._num_sent = grammar.first_mask, 0
+        # The last mask that was equal to the one before.
+        self._kept_mask: np.ndarray | None = None
 
     @property
     def is_waiting(self) -> bool:
-        """True if the result for the last token has not arrived."""
+        """True if the result for the last tokens has not arrived."""
         return self.mask is None and not self.is_complete and not self.failure
 
-    def accept(self, token: int) -> None:
-        """Adds a token to the text. The other attributes are known when `is_waiting` becomes False."""
-        self.mask = None
+    def accept(self, tokens: Sequence[int], *, is_truncated: bool = False) -> None:
+        """Adds tokens that were sampled with the mask, one at least, to the text and its forced tokens.
+
+        The other attributes are known when `is_waiting` becomes False.
+
+        Args:
+            tokens: the tokens.
+            is_truncated: top-k, top-p or min-p truncates their distribution.
+        """
+        assert not self.forced, 'the forced tokens precede'
+        assert self.mask is not None, 'its mask allows the first token'
+        self._last_mask, self.mask = self.mask, None
+        self._num_sent, self.num_accepted = len(tokens), 1
         self.sent = time.monotonic()
         if self.grammar.error:
             self.failure = self.grammar.error
         else:
-            self.grammar.add(token, self)
+            self.grammar.add(tokens, self, is_truncated=is_truncated)
 
-    def receive(self, result: bytes) -> None:
+    def receive(self, result: MaskResult) -> None:
         """Updates the attributes from a result of the process."""
-        state = result[:1]
+        self.num_accepted, self.forced = result.num_accepted, result.forced
+        state, data = result.state[:1], result.state[1:]
         if state == CONTINUES:
-            self.mask = np.frombuffer(result, np.int32, offset=1)
+            self.mask = np.frombuffer(data, np.int32)
+            if self._num_sent != self.num_accepted:
+                self.num_predicted = 0
+            # The next mask is probably equal again, and so are those of later strings.
+            if any(mask is not None and np.array_equal(self.mask, mask) for mask in (self._last_mask, self._kept_mask)):
+                self._kept_mask = self.mask
+                self.num_predicted = min(2 * self.num_predicted + 1, MAX_PREDICTED)
+            else:
+                self.num_predicted = 0
         elif state == COMPLETE:
             self.is_complete = True
         else:
-            self.failure = result[1:].decode()
+            self.failure = data.decode()
 
     def fail(self, reason: str) -> None:
         """Ends the text without a result of the process."""

@@ -13,36 +13,20 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from maxlm.inference.cast_params import cast_params
 from maxlm.inference.detokenizer import TextStream
-from maxlm.inference.engine.compiled import CompiledFunctions, check_settings
+from maxlm.inference.engine.compiled import CompiledFunctions
 from maxlm.inference.engine.compiled_grammar import CompiledGrammar, wait_for_masks
-from maxlm.inference.engine.decode_burst import DecodeBurst
+from maxlm.inference.engine.decode_burst import DecodeBurst, DecodeCall
 from maxlm.inference.engine.grammar import Grammars
-from maxlm.inference.engine.model_runner import DecodeCounts, SampledTokens
+from maxlm.inference.engine.model_runner import DecodeCounts
 from maxlm.inference.engine.requests import Completion, Delta, EngineState, FinishReason, QueueFullError, Request
-from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, RequestHandle, generated_tokens
-from maxlm.inference.engine.slots import CacheLength, Slot, choose_slot
+from maxlm.inference.engine.sequence import ActiveSequence, FinishedRequests, PendingCall, RequestHandle
+from maxlm.inference.engine.slots import CacheLength, Slot, check_settings, choose_slot
 from maxlm.inference.load import LoadedModel
-from maxlm.inference.sampling import Sampling
-
-# Sampling settings of idle slots.
-_IDLE = Sampling(temperature=0)
-
-
-class _Pending(NamedTuple):
-    """A dispatched call whose result the host has not read. `samples` holds (row, sequence, number of tokens)."""
-
-    sampled: SampledTokens
-    samples: list[tuple[int, ActiveSequence, int]]
-    dispatched: float
-    num_tokens: int  # Per row; 0: prefill
-    counts: jax.Array | None
 
 
 class Engine:
@@ -107,7 +91,7 @@ class Engine:
         # Samples in slots, and those of them whose prompt is not completely prefilled.
         self._running: list[ActiveSequence] = []
         self._prefilling: list[ActiveSequence] = []
-        self._pending: collections.deque[_Pending] = collections.deque()
+        self._pending: collections.deque[PendingCall] = collections.deque()
         self._burst = DecodeBurst(self._compiled.max_tokens, self._compiled.pass_tokens)
         self._cache_length = CacheLength(self._compiled.cache_lengths)
         self._condition = threading.Condition()
@@ -250,7 +234,7 @@ class Engine:
             self._finish(sample, 'cancelled')
 
     def _prefill(self) -> None:
-        """Prefills prompts one chunk at a time, within the token budget of one chunk per step."""
+        """Prefills at most the tokens of one chunk, because running samples wait for them."""
         budget = self._compiled.chunk
         while budget > 0:
             samples = self._prefilling[: self._compiled.num_row_shards]
@@ -261,6 +245,9 @@ class Engine:
                 return
             self._resize(self._cache_length.fit(max(len(sample.request.prompt) for sample in samples)))
             chunks = [sample.next_chunk(self._compiled.chunk_length(sample.num_unfilled)) for sample in samples]
+            budget -= max(len(chunk.tokens) for chunk in chunks)
+            if budget < 0:
+                return
             with_top = any(sample.request.top_log_probs for sample in samples)
             self._state, sampled, sums_PD, hidden_PTD = self._compiled.prefill(
                 self._params, self._state, chunks, with_top=with_top
@@ -269,7 +256,6 @@ class Engine:
                 scores = self._compiled.score(self._params, hidden_PTD, chunks, with_top=with_top)
                 for row, sample in enumerate(samples):
                     sample.add_scores(scores, row, len(chunks[row].tokens))
-            budget -= max(len(chunk.tokens) for chunk in chunks)
             finished: list[tuple[int, ActiveSequence, int]] = []
             for row, (sample, chunk) in enumerate(zip(samples, chunks, strict=True)):
                 slot = self._slots[chunk.slot]
@@ -281,7 +267,7 @@ class Engine:
                     self._prefilling.remove(sample)
                     sample.num_dispatched = 1
                     finished.append((row, sample, 1))
-            self._pending.append(_Pending(sampled, finished, self._burst.now(), 0, None))
+            self._pending.append(PendingCall(sampled, finished, self._burst.now(), 0, None))
 
     def _pop_waiting(self) -> ActiveSequence | None:
         with self._condition:
@@ -316,7 +302,9 @@ class Engine:
         delay = self._burst.mask_delay if self._active() or self._has_prefill else None
         wait_for_masks([sample.matcher for sample in samples if sample.matcher is not None], delay)
         for sample in samples:
-            if (end := sample.grammar_end()) is not None:
+            if (delta := sample.settle(self._stop_token_ids)) is not None:
+                self._deliver(sample, delta)
+            if sample.finish_reason is None and (end := sample.grammar_end()) is not None:
                 self._finish(sample, *end)
 
     def _active(self) -> list[tuple[int, ActiveSequence]]:
@@ -325,32 +313,42 @@ class Engine:
 
     def _decode(self) -> None:
         """Dispatches a decoding call for every sequence that can take part in it."""
-        if not (active := self._active()):
+        if not (active := self._jump(self._active())):
             return
-        masks = {number: sample.matcher.mask for number, sample in active if sample.matcher is not None}
         remaining = [sample.request.max_tokens - sample.num_dispatched for _, sample in active]
-        tokens = 1 if masks else self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
-        num_rows = self._compiled.num_rows(max(number for number, _ in active))
-        num_tokens = np.zeros(num_rows, np.int32)
-        settings = [(_IDLE, 0, 0)] * num_rows
-        max_length, with_top = max((len(sample.request.prompt) for sample in self._prefilling), default=1), False
-        for number, sample in active:
-            request = sample.request
-            num_tokens[number] = min(tokens, request.max_tokens - sample.num_dispatched)
-            settings[number] = request.sampling, request.seed, sample.number
-            sample.num_dispatched += int(num_tokens[number])
-            length = len(request.prompt) + sample.num_dispatched - 1
-            self._slots[number].num_written = max(self._slots[number].num_written, length)
-            max_length = max(max_length, length)
-            with_top |= bool(request.top_log_probs)
-        self._resize(self._cache_length.fit(max_length, tokens))
-        rows, seeds = self._compiled.sampling_rows(settings)
-        mask = self._compiled.token_mask([masks.get(number) for number in range(num_rows)])
+        tokens = self._burst.num_tokens(remaining, has_prefill=self._has_prefill)
+        if any(sample.matcher is not None for _, sample in active):
+            tokens = self._burst.num_grammar_tokens([min(sample.max_call_tokens, tokens) for _, sample in active])
+        if rewound := [sample.rewind() for _, sample in active if sample.is_rewound]:
+            self._state = self._compiled.rewind(self._state, rewound)
+        call = DecodeCall.of(active, tokens, self._compiled.num_rows(max(number for number, _ in active)))
+        self._fit(call.max_length, tokens)
+        rows, seeds = self._compiled.sampling_rows(call.settings)
+        mask = self._compiled.token_mask(call.masks, call.forced)
         self._state, sampled, counts = self._compiled.decode(
-            self._params, self._state, num_tokens, rows, seeds, mask, with_top=with_top
+            self._params, self._state, call.num_tokens, rows, seeds, mask, with_top=call.with_top
         )
-        samples = [(number, sample, int(num_tokens[number])) for number, sample in active]
-        self._pending.append(_Pending(sampled, samples, self._burst.now(), tokens, counts))
+        self._pending.append(PendingCall(sampled, call.samples, self._burst.now(), tokens, counts))
+
+    def _jump(self, active: list[tuple[int, ActiveSequence]]) -> list[tuple[int, ActiveSequence]]:
+        """Dispatches a pass for each sample that jumps over tokens that its grammar forces. Returns the others."""
+        others = []
+        for number, sample in active:
+            chunk = sample.jump(max_length=self._compiled.chunk, num_active=len(active))
+            if chunk is None:
+                others.append((number, sample))
+                continue
+            self._fit(sample.dispatch(len(chunk.tokens)))
+            self._state, sampled, _, _ = self._compiled.prefill(self._params, self._state, [chunk], with_top=False)
+            forced = chunk.tokens[1:]
+            self._counts.update({'passes': 1, 'draft_tokens': len(forced), 'accepted_tokens': len(forced)})
+            self._pending.append(PendingCall(sampled, [(0, sample, 1)], self._burst.now(), 0, None, forced))
+        return others
+
+    def _fit(self, length: int, passes: int = 0) -> None:
+        """Resizes the cache for `length` positions and the prompts that are not completely prefilled."""
+        prompts = [len(sample.request.prompt) for sample in self._prefilling]
+        self._resize(self._cache_length.fit(max(length, *prompts, 1), passes))
 
     def _resize(self, cache_length: int) -> None:
         if cache_length != self._cache_length.size:
@@ -364,7 +362,7 @@ class Engine:
         """True if the next step has a prefill chunk."""
         return bool(self._prefilling or (self._waiting and any(slot.sample is None for slot in self._slots)))
 
-    def _process_output(self, pending: _Pending) -> None:
+    def _process_output(self, pending: PendingCall) -> None:
         if not pending.samples:
             return
         with_top = any(sample.request.top_log_probs for _, sample, _ in pending.samples)
@@ -375,13 +373,14 @@ class Engine:
         for row, sample, num in pending.samples:
             if sample.finish_reason is not None:
                 continue
-            num_before = sample.num_generated
-            tokens = generated_tokens(sample.request, [x[:num, row] for x in arrays])
-            delta = sample.append_tokens(tokens, self._stop_token_ids)
-            self._counts['generated_tokens'] += sample.num_generated - num_before
-            if delta.finish_reason is not None:
-                self._release(sample, delta.finish_reason)
-            sample.listener(delta)
+            tokens = pending.tokens(sample.request, [x[:num, row] for x in arrays])
+            self._deliver(sample, sample.receive(tokens, self._stop_token_ids))
+
+    def _deliver(self, sample: ActiveSequence, delta: Delta) -> None:
+        self._counts['generated_tokens'] += len(delta.tokens) + (delta.end_token is not None)
+        if delta.finish_reason is not None:
+            self._release(sample, delta.finish_reason)
+        sample.listener(delta)
 
     def _finish(self, sample: ActiveSequence, finish: FinishReason, error: str = '') -> None:
         self._release(sample, finish)

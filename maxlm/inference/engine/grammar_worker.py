@@ -7,7 +7,11 @@ forked for each grammar. A request consists of one letter and its argument:
 |---|---|---|
 | V | JSON with the vocabulary | |
 | C | grammar | memory in 8 bytes, mask of the first token |
-| N | samples that have ended; pairs of a sample and a token | for each pair: length, state, and mask unless ended |
+| N | samples that have ended; new tokens of other samples | for each sample with tokens: length and `MaskResult` |
+
+A token is forced if the mask allows no other one. The process adds forced tokens itself, and the next mask belongs to
+the position after them. llguidance also forces a text that no alternative has, with the tokens that its tokenizer
+splits the text into: its masks then allow one token each.
 
 Shapes: W words of 32 tokens each.
 """
@@ -18,6 +22,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +30,7 @@ import llguidance
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.engine.compiled_grammar import COMPLETE, CONTINUES, DEAD_END, SIZE_BYTES
+from maxlm.inference.engine.compiled_grammar import COMPLETE, CONTINUES, DEAD_END, MAX_FORCED, SIZE_BYTES, MaskResult
 from maxlm.inference.tool_calls import BEGIN, END
 from maxlm.sandbox.process.server import RESIDENT, limit_cpu, memory_bytes
 
@@ -51,14 +56,14 @@ def answer(request: bytes) -> bytes:
         with _low_priority():
             mask = _worker.compile(argument.decode())
         return max(0, memory_bytes(RESIDENT) - before).to_bytes(8) + mask
-    ended, _, pairs = argument.decode().partition(';')
-    for number in ended.split():
-        _worker.samples.pop(int(number), None)
-    numbers = iter(map(int, pairs.split()))
+    ended, *samples = argument.decode().split(';')
+    for number in map(int, ended.split()):
+        _worker.samples.pop(number, None)
     results = b''
-    for sample, token in zip(numbers, numbers, strict=True):
+    for sample in samples:
+        number, is_truncated, *tokens = map(int, sample.split())
         limit_cpu(MASK_SECONDS)
-        result = _worker.next_mask(sample, token)
+        result = _worker.next_mask(number, tokens, is_truncated=bool(is_truncated)).to_bytes()
         results += len(result).to_bytes(SIZE_BYTES) + result
     return results
 
@@ -70,6 +75,7 @@ class _Worker:
         self.vocabulary: Any = None
         self.samples: dict[int, TextPosition] = {}
         self._matcher: Any = None
+        self._first_words = np.zeros(0, np.int32)
 
     def compile(self, grammar: str) -> bytes:
         """Compiles a grammar and returns the mask of the first token."""
@@ -77,47 +83,85 @@ class _Worker:
         self._matcher = llguidance.LLMatcher(self.vocabulary, grammar, log_level=0, limits=limits)
         if self._matcher.is_error():
             raise InputError(f'{_reason(self._matcher)}; change this part of the schema')
-        first = self._start()
-        words = first.mask()
+        first = TextPosition(self._matcher, np.zeros(-(-self.vocabulary.vocab_size // 32), np.int32))
+        first.compute_mask()
         if first.failure:
             raise InputError('no token of this model begins a text that the schema allows; change the schema')
-        return words.tobytes()
+        self._first_words = first.words
+        return first.words.tobytes()
 
-    def next_mask(self, sample: int, token: int) -> bytes:
-        """Adds a token to a sample and returns its state and the next mask, or the reason of a failure."""
+    def next_mask(self, sample: int, tokens: Sequence[int], *, is_truncated: bool) -> MaskResult:
+        """Adds tokens to a sample, then the tokens that are forced, and returns the next mask or the end of the text.
+
+        All tokens were sampled with the last mask. A later one counts only if its own mask gives the same token: if it
+        equals the last mask, or if it allows a part of the tokens, including this one, and no top-k, top-p or min-p
+        truncates the distribution. The token with the largest perturbed logit is then the same.
+        """
         if sample not in self.samples:
-            self.samples[sample] = self._start()
-        matcher = self.samples[sample]
-        if matcher.accept(token):
-            if matcher.is_complete:
-                return COMPLETE
-            words = matcher.mask()
-            if not matcher.failure:
-                return CONTINUES + words.tobytes()
-        return DEAD_END + matcher.failure.encode()
-
-    def _start(self) -> TextPosition:
-        return TextPosition(self._matcher.deep_copy(), -(-self.vocabulary.vocab_size // 32))
+            # Each computation of the first mask would take memory.
+            self.samples[sample] = TextPosition(self._matcher, self._first_words)
+        position = self.samples[sample]
+        last_words, start = position.words, time.thread_time()
+        num_accepted = 0
+        for token in tokens:
+            if num_accepted and (
+                _is_slow(start) or not is_same_sample(token, position.words, last_words, is_truncated=is_truncated)
+            ):
+                break
+            position.accept(token)
+            num_accepted += 1
+            if position.is_complete:
+                return MaskResult(num_accepted, (), COMPLETE)
+            if position.failure:
+                return MaskResult(num_accepted, (), DEAD_END + position.failure.encode())
+        forced: list[int] = []
+        while len(forced) < MAX_FORCED and not _is_slow(start) and (only := position.accept_forced()) is not None:
+            forced.append(only)
+        return MaskResult(num_accepted, tuple(forced), CONTINUES + position.words.tobytes())
 
 
 class TextPosition:
-    """Position of one text in a grammar."""
+    """Position of one text in a grammar.
 
-    def __init__(self, matcher: Any, size: int):
-        self._matcher, self._size = matcher, size
-        self._has_tokens = True
+    Attributes:
+        words: tokens that may follow, as bits of int32 [W]. If the text is complete, they have no meaning.
+    """
 
-    def mask(self) -> np.ndarray:
-        """Returns the tokens that may follow, as bits of int32 [W]. If the text is complete, only end tokens may."""
-        words = np.empty(self._size, np.int32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        self._has_tokens = bool(words.any())
-        return words
+    def __init__(self, matcher: Any, words: np.ndarray):
+        """Initializes the beginning of a text with the first mask."""
+        self._root, self._matcher = matcher, matcher.deep_copy()
+        self._tokens: list[int] = []
+        self.words = words
 
-    def accept(self, token: int) -> bool:
-        """Adds a token to the text. Returns False if the grammar does not allow it."""
-        accepted: bool = self._matcher.consume_token(token)
-        return accepted
+    def accept(self, token: int) -> None:
+        """Adds a token to the text. The text has a failure if the grammar does not allow it."""
+        self._tokens.append(token)
+        self._matcher.consume_token(token)
+        if not self.is_complete:
+            self.compute_mask()
+
+    def accept_forced(self) -> int | None:
+        """Adds the only token that may follow and that does not end the text, and returns it; None if there is none.
+
+        The model samples the last token, so that each text ends with a sampled token.
+        """
+        if (token := only_token(self.words)) is None:
+            return None
+        self.accept(token)
+        if not self.is_complete and not self.failure:
+            return token
+        # llguidance does not undo a token after which no other one may follow.
+        del self._tokens[-1]
+        self._matcher = self._root.deep_copy()
+        for before in self._tokens:
+            self._matcher.consume_token(before)
+        self.compute_mask()
+        return None
+
+    def compute_mask(self) -> None:
+        """Computes `words` of the current position."""
+        self.words = np.empty_like(self.words)
+        self._matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
 
     @property
     def is_complete(self) -> bool:
@@ -126,19 +170,42 @@ class TextPosition:
 
     @property
     def failure(self) -> str:
-        """Reason why the text cannot be completed, or ''. A dead end is known after `mask`.
+        """Reason why an incomplete text cannot be completed, or ''.
 
         In a dead end, the mask of llguidance allows the end tokens although the text is incomplete.
         """
         matcher = self._matcher
-        if self._has_tokens and not matcher.is_error() and (matcher.is_accepting() or not matcher.is_stopped()):
+        has_tokens = bool(self.words.any())
+        if has_tokens and not matcher.is_error() and (matcher.is_accepting() or not matcher.is_stopped()):
             return ''
-        if not self._has_tokens or _NO_EXTENSION in matcher.get_error().partition('\n')[0] + matcher.stop_reason():
+        if not has_tokens or _NO_EXTENSION in matcher.get_error().partition('\n')[0] + matcher.stop_reason():
             return (
                 'the schema allows no token after the text so far; simplify it, e.g. let no pattern of '
                 'patternProperties match a key of properties'
             )
         return 'the schema is too complex to continue the response; simplify it'
+
+
+def only_token(words: np.ndarray) -> int | None:
+    """Returns the token that a mask allows, or None if it allows several."""
+    indices = np.flatnonzero(words)
+    if len(indices) != 1:
+        return None
+    word = int(words[indices[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * int(indices[0]) + word.bit_length() - 1
+
+
+def _is_slow(start: float) -> bool:
+    """Returns True if the masks since `start` took a part of the CPU time of one. The next ones belong to a result."""
+    return time.thread_time() - start > MASK_SECONDS / 10
+
+
+def is_same_sample(token: int, words: np.ndarray, other_words: np.ndarray, *, is_truncated: bool) -> bool:
+    """Returns True if sampling with the mask `words` gives the token that was sampled with `other_words`."""
+    if np.array_equal(words, other_words):
+        return True
+    is_allowed = bool(words[token // 32] >> token % 32 & 1)
+    return not is_truncated and is_allowed and not (words & ~other_words).any()
 
 
 def make_vocabulary(spec: Mapping[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from maxlm.inference.sampling import (
     Array,
     Rows,
     TokenMask,
+    apply_forced,
     apply_mask,
     apply_penalties,
     has_penalty,
@@ -190,8 +191,8 @@ class ModelRunner:
         last_P = jnp.maximum(count_P - 1, 0)
         hidden_P1D = jnp.take_along_axis(hidden_PTD, last_P[:, None, None], axis=1)
         counts_PV = jnp.zeros((P, self._num_ids), jnp.int32)
-        position_P1 = length_P[:, None] - 1
-        sampled = self._sample(decoder, hidden_P1D, position_P1, rows, seeds, in_prompt_PV, counts_PV, mask, with_top)
+        arrays = rows, seeds, in_prompt_PV, counts_PV, mask, with_top, jnp.zeros_like(count_P)
+        sampled = self._sample(decoder, hidden_P1D, length_P[:, None] - 1, *arrays)
         token_P = sampled.token_NB[0]
         counts_PV = counts_PV.at[jnp.arange(P), token_P].add(1)
 
@@ -234,8 +235,8 @@ class ModelRunner:
     ) -> tuple[State, SampledTokens, jax.Array]:
         """Samples `num_tokens_B` tokens for each of the first slots, and returns the `DecodeCounts` as int32 [3].
 
-        A pass generates one token per row, and one more for each drafted token that is accepted. The mask applies to
-        all passes, so a masked row must have only one token. Rows with penalties accept no drafts.
+        A pass generates one token per row, and one more for each drafted token that is accepted. Rows with penalties
+        accept no drafts. The mask applies to all tokens that are not forced.
         """
         num, K = len(num_tokens_B), self._num_draft_tokens
         start_B, in_prompt_BV = state.length_B[:num], state.in_prompt_BV[:num]
@@ -257,17 +258,20 @@ class ModelRunner:
             is_useful = ((num_drafted_B > 0).sum() * 2 >= num_active) & (num_drafted_B > 0).any()
             num_drafted_B = jnp.where(is_useful, num_drafted_B, 0)
             if self._draft is not None:
-                draft, history_BS, is_active_B = decoding.draft, decoding.history_BS, remaining_B > 0
+                draft, history_BS, done_B = decoding.draft, decoding.history_BS, decoding.done_B
                 assert draft is not None
+                # The last of K drafted tokens is not processed. Without drafts, the last token of the text is.
+                end_B = length_B + jnp.where(remaining_B > 0, jnp.maximum(num_drafted_B, 1), 0)
+                end_B = jnp.where(num_tokens_B > 0, end_B, 0)
                 draft, history_BS = self._draft.propose(
-                    params.draft, draft, history_BS, length_B, num_drafted_B, is_active_B, rows, seeds
+                    params.draft, draft, history_BS, length_B, end_B, done_B, rows, seeds, mask
                 )
                 decoding = decoding._replace(draft=draft, history_BS=history_BS)
                 places_BK = length_B[:, None] + 1 + jnp.arange(K)[None, :]
                 drafts_BK = jnp.take_along_axis(history_BS, places_BK, axis=1, mode='clip')
             inputs_BT = jnp.concatenate([decoding.token_B[:, None], drafts_BK], axis=1)
             decoding = run_if(is_useful, partial(advance, inputs_BT, num_drafted_B), decoding)
-            return run_if(~is_useful, partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
+            return run_if(~is_useful & (num_active > 0), partial(advance, inputs_BT[:, :1], num_drafted_B), decoding)
 
         def advance(inputs_BT: jax.Array, num_drafted_B: jax.Array, decoding: _Decoding) -> _Decoding:
             """Runs one pass over the last token of each row and its drafts."""
@@ -284,9 +288,8 @@ class ModelRunner:
                 length_B=jnp.where(remaining_B > 0, length_B + jnp.minimum(T, remaining_B), 0),
                 blocks=blocks,
             )
-            sampled = self._sample(
-                decoder, hidden_BTD, positions_BT, rows, seeds, in_prompt_BV, decoding.counts_BV, mask, with_top
-            )
+            arrays = rows, seeds, in_prompt_BV, decoding.counts_BV, mask, with_top, decoding.done_B
+            sampled = self._sample(decoder, hidden_BTD, positions_BT, *arrays)
             accepted_B = jnp.minimum(num_accepted(sampled.token_NB, inputs_BT[:, 1:].T), num_drafted_B)
             new_B = jnp.minimum(1 + accepted_B, remaining_B)
             is_new_TB = jnp.arange(T)[:, None] < new_B[None, :]
@@ -297,8 +300,7 @@ class ModelRunner:
             previous_B = jnp.take_along_axis(inputs_BT.T, last_1B, axis=0)[0]
             history_BS, counts = decoding.history_BS, decoding.counts
             if K:
-                S = history_BS.shape[1]
-                new_position_TB = jnp.where(is_new_TB, positions_BT.T + 1, S)
+                new_position_TB = jnp.where(is_new_TB, positions_BT.T + 1, history_BS.shape[1])
                 history_BS = history_BS.at[row_1B, new_position_TB].set(sampled.token_NB, mode='drop')
             return _Decoding(
                 caches,
@@ -318,6 +320,13 @@ class ModelRunner:
                 ),
             )
 
+        def has_work(decoding: _Decoding) -> jax.Array:
+            is_running_B = decoding.done_B < num_tokens_B
+            if self._draft is not None and decoding.draft is not None:
+                # A prefill of the next tokens needs all of these in the cache of the draft model.
+                is_running_B |= (num_tokens_B > 0) & self._draft.is_behind(decoding.draft, start_B + decoding.done_B)
+            return is_running_B.any()
+
         zero = jnp.zeros((), jnp.int32)
         decoding = _Decoding(
             state.caches,
@@ -330,7 +339,7 @@ class ModelRunner:
             self._empty_samples(self._max_tokens, num),
             DecodeCounts(zero, zero, zero),
         )
-        decoding = jax.lax.while_loop(lambda decoding: (decoding.done_B < num_tokens_B).any(), run, decoding)
+        decoding = jax.lax.while_loop(has_work, run, decoding)
         state = State(
             decoding.caches,
             state.previous_B.at[:num].set(decoding.previous_B),
@@ -355,8 +364,9 @@ class ModelRunner:
         counts_BV: jax.Array,
         mask: TokenMask,
         with_top: jax.Array,
+        done_B: jax.Array,
     ) -> SampledTokens:
-        """Samples the token after each position, N = T. Penalties and mask apply only to the first token of a row."""
+        """Samples the token after each position, N = T. Penalties apply only to the first token of a row."""
         B, T = position_BT.shape
         logits_TBV = decoder.logits(hidden_BTD)[..., : self._num_ids].swapaxes(0, 1)
         first_BV = jax.lax.cond(
@@ -364,13 +374,14 @@ class ModelRunner:
             lambda: apply_penalties(logits_TBV[0], rows, in_prompt_BV, counts_BV),
             lambda: logits_TBV[0],
         )
-        first_BV = apply_mask(first_BV, mask)
         # From here on, each position of each row is a row.
         allowed_BV = jnp.concatenate([first_BV, logits_TBV[1:].reshape(-1, self._num_ids)])
+        allowed_BV = apply_mask(allowed_BV, mask._replace(words_BW=jnp.tile(mask.words_BW, (T, 1))))
         logits_BV = logits_TBV.reshape(-1, self._num_ids)
         rows, seeds = jax.tree.map(lambda x_B: jnp.tile(x_B, T), (rows, seeds))
         keys_B = sampling_keys(seeds.seed_B, seeds.sample_B, position_BT.T.reshape(-1))
-        token_B = sample_rows(allowed_BV, keys_B, rows)
+        token_TB = sample_rows(allowed_BV, keys_B, rows).reshape(T, B)
+        token_B = apply_forced(token_TB, mask.forced_BF, done_B).reshape(-1)
         _, _, no_ids_1BC, no_log_probs_1BC = self._empty_samples(1, len(token_B))
         ids_BC, log_probs_BC = jax.lax.cond(
             with_top,

@@ -176,7 +176,7 @@ class EngineState(NamedTuple):
         cached_tokens: number of prompt tokens whose keys and values were cached.
         generated_tokens: number of generated tokens.
         passes: number of forward passes for decoding, each for all running samples.
-        draft_tokens: number of drafted tokens.
+        draft_tokens: number of drafted tokens, which include tokens that a grammar forces and one pass reads.
         accepted_tokens: number of drafted tokens that were equal to the sampled tokens.
     """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.compiled import PrefillChunk
 from maxlm.inference.engine.compiled_grammar import TokenMatcher
+from maxlm.inference.engine.model_runner import SampledTokens
 from maxlm.inference.engine.requests import (
     Completion,
     Delta,
@@ -21,6 +23,9 @@ from maxlm.inference.engine.requests import (
     Request,
 )
 from maxlm.inference.engine.slots import Slot
+
+# Minimum number of tokens of a pass over forced tokens: the pass of a few tokens takes as long as two passes of one.
+MIN_JUMP = 3
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +42,8 @@ class ActiveSequence:
         num_dispatched: number of tokens dispatched to the devices.
         num_generated: number of tokens received.
         last_token: last token received.
+        proposed: tokens received after `last_token` that count only if the grammar says so.
+        is_rewound: True if the devices have read tokens that do not count.
         hidden_sums: for an embedding: sums of hidden states of prefilled chunks, [P, D], and the row of this sample.
         scores: if the prompt is scored: scores of prefilled chunks, the row of this sample and its number of tokens.
         is_cancelled: True if the client cancelled the request.
@@ -52,6 +59,8 @@ class ActiveSequence:
     num_dispatched: int = 0
     num_generated: int = 0
     last_token: int = 0
+    proposed: Sequence[GeneratedToken] = ()
+    is_rewound: bool = False
     hidden_sums: list[tuple[jax.Array, int]] = dataclasses.field(default_factory=list)
     scores: list[tuple[tuple[jax.Array, ...], int, int]] = dataclasses.field(default_factory=list)
     is_cancelled: bool = False
@@ -90,12 +99,81 @@ class ActiveSequence:
             text += self.text.add(token.id)
             if self.text.stopped:
                 return Delta(self.number, text, tuple(new_tokens), 'stop')
-            if self.matcher is not None:
-                # `grammar_end` ends the text, also at `max_tokens`, because only the grammar knows if it is complete.
-                self.matcher.accept(token.id)
-            elif self.num_generated == self.request.max_tokens:
+            # `grammar_end` ends other texts, also at `max_tokens`, because only the grammar knows if they are complete.
+            if self.matcher is None and self.num_generated == self.request.max_tokens:
                 return Delta(self.number, text + self.text.finish(), tuple(new_tokens), 'length')
         return Delta(self.number, text, tuple(new_tokens), None)
+
+    def receive(self, tokens: Sequence[GeneratedToken], stop_token_ids: Container[int]) -> Delta:
+        """Appends the tokens of a call, and returns the delta.
+
+        With a grammar, these are the forced tokens and one more. The others wait for `settle`.
+        """
+        if self.matcher is None:
+            return self.append_tokens(tokens, stop_token_ids)
+        num_forced = min(len(tokens), len(self.matcher.forced))
+        delta = self.append_tokens(tokens[: num_forced + 1], stop_token_ids)
+        self.matcher.forced, sampled = self.matcher.forced[num_forced:], tokens[num_forced:]
+        if sampled and delta.finish_reason is None:
+            self.proposed = sampled[1:]
+            self.matcher.accept([token.id for token in sampled], is_truncated=self.request.sampling.is_truncated)
+        return delta
+
+    def settle(self, stop_token_ids: Container[int]) -> Delta | None:
+        """Appends those of the `proposed` tokens that count, if the grammar has answered; drops the others."""
+        if self.matcher is None or self.matcher.is_waiting or not self.proposed:
+            return None
+        num = self.matcher.num_accepted - 1
+        accepted, dropped, self.proposed = self.proposed[:num], self.proposed[num:], ()
+        self.num_dispatched -= len(dropped)
+        self.is_rewound = bool(dropped)
+        return self.append_tokens(accepted, stop_token_ids) if accepted else None
+
+    @property
+    def max_call_tokens(self) -> int:
+        """Maximum number of tokens of the next decoding call."""
+        left = self.request.max_tokens - self.num_dispatched
+        if self.matcher is None:
+            return left
+        # Penalties count the preceding tokens, also those that turn out not to count.
+        num_predicted = 0 if self.request.sampling.has_penalty else self.matcher.num_predicted
+        return min(left, len(self.matcher.forced) + 1 + num_predicted)
+
+    def dispatch(self, num_tokens: int) -> int:
+        """Counts tokens of a call, and returns the number of positions that are written when it ends."""
+        assert self.slot is not None, 'a sample that draws has a slot'
+        self.num_dispatched += num_tokens
+        length = len(self.request.prompt) + self.num_dispatched - 1
+        self.slot.num_written = max(self.slot.num_written, length)
+        return length
+
+    def rewind(self) -> tuple[int, int, int, int]:
+        """Returns slot, length, next input token and the token before it, for `CompiledFunctions.rewind`."""
+        slot = self.slot
+        assert slot is not None, 'a sample that draws has a slot'
+        self.is_rewound = False
+        return slot.number, len(slot.content), self.last_token, slot.content[-1]
+
+    def jump(self, *, max_length: int, num_active: int) -> PrefillChunk | None:
+        """Returns the last token and the tokens that the grammar forces as a chunk to prefill; None if it is no use.
+
+        One pass then replaces one for each token. The pass serves only this sample, so it must give at least as many
+        tokens as one for all `num_active` samples. Log-probabilities and penalties need the other passes.
+        """
+        request, matcher, slot = self.request, self.matcher, self.slot
+        if matcher is None or slot is None or request.top_log_probs is not None or request.sampling.has_penalty:
+            return None
+        num = len(matcher.forced) + 1
+        left = request.max_tokens - self.num_dispatched
+        if not max(MIN_JUMP, num_active) <= num <= min(max_length, left):
+            return None
+        # The pass also restores the state on the devices.
+        self.is_rewound = False
+        text = (*slot.content, self.last_token, *matcher.forced)
+        start = len(slot.content)
+        return PrefillChunk(
+            text[start:], start, slot.number, text, request.sampling, request.seed, self.number, matcher.mask
+        )
 
     @property
     def can_decode(self) -> bool:
@@ -162,6 +240,41 @@ class ActiveSequence:
         return PromptScores(log_prob_T, ids_TC[:, :num_top], log_probs_TC[:, :num_top])
 
 
+class PendingCall(NamedTuple):
+    """A dispatched call whose result the host has not read.
+
+    Attributes:
+        sampled: its result.
+        samples: row, sequence and number of sampled tokens.
+        dispatched: time of the dispatch.
+        num_tokens: number of tokens per row; 0 = prefill.
+        counts: `DecodeCounts`; None = prefill.
+        forced: forced tokens before the sampled one, if the only sample jumped over them.
+    """
+
+    sampled: SampledTokens
+    samples: list[tuple[int, ActiveSequence, int]]
+    dispatched: float
+    num_tokens: int
+    counts: jax.Array | None
+    forced: Sequence[int] = ()
+
+    def tokens(self, request: Request, arrays: Sequence[np.ndarray]) -> list[GeneratedToken]:
+        """Returns the tokens of one row.
+
+        Args:
+            request: request of the row.
+            arrays: token ids and log-probabilities, [N]; ids and log-probabilities of the most likely tokens, [N, C],
+                if any request of the call needs them.
+        """
+        tokens = [GeneratedToken(token, math.nan, ()) for token in self.forced]
+        num = request.top_log_probs or 0
+        for token, log_prob, *top_values in zip(*(x.tolist() for x in arrays), strict=True):
+            top = tuple(zip(*(values[:num] for values in top_values), strict=True)) if num else ()
+            tokens.append(GeneratedToken(token, math.nan if request.top_log_probs is None else log_prob, top))
+        return tokens
+
+
 class RequestHandle:
     """Handle of a submitted request."""
 
@@ -207,17 +320,3 @@ def _completion(deltas: Sequence[Delta]) -> Completion:
     assert finish_reason is not None, 'a sample ends before the engine has nothing to do'
     tokens = tuple(token for delta in deltas for token in delta.tokens)
     return Completion(''.join(delta.text for delta in deltas), tokens, finish_reason)
-
-
-def generated_tokens(request: Request, arrays: Sequence[np.ndarray]) -> Iterator[GeneratedToken]:
-    """Yields the tokens of one row.
-
-    Args:
-        request: request of the row.
-        arrays: token ids and log-probabilities, [N]; ids and log-probabilities of the most likely tokens, [N, C], if
-            any request of the call needs them.
-    """
-    num = request.top_log_probs or 0
-    for token, log_prob, *top_values in zip(*(x.tolist() for x in arrays), strict=True):
-        top = tuple(zip(*(values[:num] for values in top_values), strict=True)) if num else ()
-        yield GeneratedToken(token, math.nan if request.top_log_probs is None else log_prob, top)

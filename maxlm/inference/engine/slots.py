@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from maxlm.config.sections.quantization import KV_CACHE_DTYPES
+from maxlm.errors import InputError
 from maxlm.inference.prefix_tree import common_prefix
 
 # Minimum number of shared tokens for copying a slot; fewer tokens are as fast to recompute.
@@ -103,3 +105,15 @@ def choose_slot(
     # Choose the slot that requires the fewest rows, and the least recently used one among equals.
     target = min(free, key=lambda slot: (bisect.bisect_right(row_counts, slot.number), slot.last_used, slot.number))
     return target, (source if num else target), num
+
+
+def check_settings(context: int, *, max_context: int, cache: str, max_queue_size: int) -> None:
+    """Raises InputError if a setting of `Engine` is out of range. `context` is the context length of the model."""
+    if not 0 <= max_context <= context:
+        raise InputError(
+            f'max_context={max_context}: must be from 1 to {context}, the context length of the model, or 0 for all'
+        )
+    if cache not in KV_CACHE_DTYPES:
+        raise InputError(f'cache={cache}: must be one of {", ".join(KV_CACHE_DTYPES)}')
+    if max_queue_size < 0:
+        raise InputError(f'max_queue_size={max_queue_size}: must be at least 0')

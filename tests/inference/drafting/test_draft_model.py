@@ -130,6 +130,11 @@ def test_drafts_of_the_model_itself_are_accepted(perfect, plain, sampling):
         if len(prompts) == 1:
             assert passes == 24 // (1 + NUM_DRAFT_TOKENS)
             assert drafted == passes * NUM_DRAFT_TOKENS
+            # The last token that the model has read is a draft, which the draft model has read too.
+            longer = [[*prompts[0], *texts[0]]]
+            found, drafted, accepted, _ = generated(perfect, longer, **{**settings, 'max_tokens': 15})
+            assert found == generate(plain, longer, **{**settings, 'max_tokens': 15})
+            assert accepted == drafted > 0
     # The last prompt continues the text of a slot, and another slot copies a prefix of it.
     again = [[*PROMPTS[2], *texts[2][:8]], PROMPTS[2][:40]]
     before = perfect.state.cached_tokens
@@ -202,12 +207,8 @@ def two_likeliest(ids):
     return zip(top.tolist(), weights / weights.sum(), strict=True)
 
 
-@pytest.mark.parametrize(
-    'settings',
-    [{'sampling': Sampling(temperature=0, presence_penalty=3.0)}, {'grammar': json_grammar({'type': 'array'})}],
-)
-def test_penalties_and_grammars_accept_no_drafts(plain, perfect, settings):
-    requests = [Request(tuple(prompt), 15, **{'sampling': GREEDY, **settings}) for prompt in PROMPTS[:2]]
+def test_requests_with_penalties_accept_no_drafts(plain, perfect):
+    requests = [Request(tuple(prompt), 15, Sampling(temperature=0, presence_penalty=3.0)) for prompt in PROMPTS[:2]]
     rows, drafted, _, _ = counts(perfect, lambda: perfect.complete(requests))
     assert rows == plain.complete(requests)
     assert drafted == 0

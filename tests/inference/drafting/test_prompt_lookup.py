@@ -126,15 +126,18 @@ def test_the_distribution_of_texts_is_that_of_the_model(drafting):
     assert drafting.state.draft_tokens - start.draft_tokens > drafting.state.accepted_tokens - start.accepted_tokens
 
 
-@pytest.mark.parametrize(
-    'settings',
-    [{'sampling': Sampling(temperature=0, presence_penalty=3.0)}, {'grammar': json_grammar({'type': 'array'})}],
-)
-def test_penalties_and_grammars_accept_no_drafts(plain, drafting, settings):
-    requests = [Request(tuple(prompt), 20, **{'sampling': GREEDY, **settings}) for prompt in PROMPTS]
+def test_penalties_accept_no_drafts(plain, drafting):
+    penalty = Sampling(temperature=0, presence_penalty=3.0)
+    requests = [Request(tuple(prompt), 20, penalty) for prompt in PROMPTS]
     before = drafting.state.draft_tokens
     assert drafting.complete(requests) == plain.complete(requests)
     assert drafting.state.draft_tokens == before
+
+
+def test_drafts_do_not_change_texts_with_a_grammar(plain, drafting):
+    grammar = json_grammar({'type': 'array'})
+    requests = [Request(tuple(prompt), 20, GREEDY, grammar=grammar) for prompt in PROMPTS]
+    assert drafting.complete(requests) == plain.complete(requests)
 
 
 def test_slots_know_their_text(drafting):

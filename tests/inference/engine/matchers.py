@@ -1,5 +1,7 @@
 """Steps through the grammar of one text, token by token."""
 
+import numpy as np
+
 from maxlm.inference.engine.compiled_grammar import wait_for_masks
 from maxlm.inference.engine.grammar import Grammars
 
@@ -12,12 +14,22 @@ class Matcher:
 
     def mask(self):
         assert self._matcher.mask is not None, self._matcher.failure
+        if self._matcher.forced:
+            (token,) = self._matcher.forced[:1]
+            words = np.zeros_like(self._matcher.mask)
+            words.view(np.uint32)[token // 32] = 1 << token % 32
+            return words
         return self._matcher.mask
 
     def accept(self, token):
         if self.is_complete:
             return token == self._end
-        self._matcher.accept(token)
+        if self.failure:
+            return False
+        if self._matcher.forced:
+            expected, self._matcher.forced = self._matcher.forced[0], self._matcher.forced[1:]
+            return token == expected
+        self._matcher.accept([token])
         while self._matcher.is_waiting:
             wait_for_masks([self._matcher], None)
         return not self._matcher.failure

@@ -13,10 +13,10 @@ def functions():
     return CompiledFunctions(config, small_layout(config), **options)
 
 
-def test_a_cpu_server_compiles_six_programs(functions):
+def test_a_cpu_server_compiles_seven_programs(functions):
     names = [name.partition(' (')[0] for name, *_ in functions.warm_up_calls()]
     prefill = [f'prefill {size} tokens' for size in (32, 128, 512)]
-    assert names == ['copy slot', 'decode 1 slots', 'decode 4 slots', *prefill]
+    assert names == ['drop tokens', 'copy slot', 'decode 1 slots', 'decode 4 slots', *prefill]
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,12 @@ def test_changed_times_are_followed(calls):
         clock.now += 0.05
         burst.record(start, 1)
     assert (burst.num_tokens([50], has_prefill=False) == 1) == (calls > 1)
+
+
+def test_rows_with_few_tokens_wait_for_rows_with_many():
+    burst = DecodeBurst(8)
+    assert burst.num_grammar_tokens([1]) == 1
+    assert burst.num_grammar_tokens([5]) == 5
+    # Seven rows of eight tokens outweigh one that waits, and the other way round.
+    assert burst.num_grammar_tokens([1, *[8] * 7]) == 8
+    assert burst.num_grammar_tokens([8, *[1] * 7]) == 1

@@ -86,16 +86,24 @@ def test_everything_is_compiled_before_it_is_needed():
     names = []
     some.warm_up(names.append)
     assert names == [
-        f'{name} (cache length 100)'
-        for name in ('copy slot', 'decode 1 slots', 'decode 3 slots', 'prefill 32 tokens', 'prefill 40 tokens')
+        'drop tokens',
+        *(
+            f'{name} (cache length 100)'
+            for name in ('copy slot', 'decode 1 slots', 'decode 3 slots', 'prefill 32 tokens', 'prefill 40 tokens')
+        ),
     ]
-    sizes = some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()
-    assert sizes == (2, 2)
+    functions = [getattr(some._compiled, name) for name in ('_prefill', '_decode', '_rewind')]
+    sizes = [function._cache_size() for function in functions]
+    assert sizes == [2, 2, 1]
     rows = generate(some, PROMPTS)
     assert rows == [likeliest('gpt2', prompt, row) for prompt, row in zip(PROMPTS, rows, strict=True)]
     some.complete(requests_of(PROMPTS, Sampling(top_p=0.5, min_p=0.1), top_log_probs=5))
-    some.complete(requests_of(PROMPTS, grammar=json_grammar({'type': 'integer'})))
-    assert (some._compiled._prefill._cache_size(), some._compiled._decode._cache_size()) == sizes
+    # This grammar also drops tokens, and jumps over others.
+    words = {'type': 'array', 'items': {'type': 'string', 'maxLength': 12}, 'minItems': 3}
+    schema = {'type': 'object', 'properties': {'words': words}, 'required': ['words']}
+    some.complete(requests_of(PROMPTS, Sampling(), max_tokens=30, grammar=json_grammar(schema)))
+    assert some.state.accepted_tokens
+    assert [function._cache_size() for function in functions] == sizes
 
 
 @pytest.mark.parametrize('draw', ['one', 'most', 'any'])
@@ -412,3 +420,50 @@ def test_embeddings_are_means_of_the_last_hidden_states(fresh):
     before = fresh.state.cached_tokens
     assert generate(fresh, [PROMPTS[2]], max_tokens=4)[0] == naive(FAMILY, PROMPTS[2], max_tokens=4)
     assert fresh.state.cached_tokens == before + len(PROMPTS[2]) - 1
+
+
+@pytest.mark.parametrize('is_limited', [True, False])
+def test_long_prompts_do_not_stall_running_samples(is_limited, monkeypatch):
+    """Between two tokens of a running sample, other prompts have one pass, of one chunk at most."""
+    some = new_engine(load('gpt2'))
+    if not is_limited:
+        # Control: the first step prefills everything that fits into the free slots.
+        monkeypatch.setattr(some._compiled, 'chunk_length', lambda num_tokens: min(num_tokens, 32))
+        monkeypatch.setattr(some._compiled, 'chunk', 10_000)
+    passes, lengths, stream, others = [], [], [], []
+    prefill, decode = some._compiled.prefill, some._compiled.decode
+
+    def counted_prefill(params, state, chunks, **settings):
+        passes.append(sum(len(chunk.tokens) for chunk in chunks))
+        return prefill(params, state, chunks, **settings)
+
+    def counted_decode(params, state, num_tokens, *rows, **settings):
+        if num_tokens[0]:
+            lengths.append(passes.copy())
+            passes.clear()
+        return decode(params, state, num_tokens, *rows, **settings)
+
+    monkeypatch.setattr(some._compiled, 'prefill', counted_prefill)
+    monkeypatch.setattr(some._compiled, 'decode', counted_decode)
+    some.submit(Request((7,), 60, GREEDY), lambda delta: stream.extend(token.id for token in delta.tokens))
+    some.step()
+    some.step()
+    lengths.clear()
+    # Three times the chunk, and not a multiple of it, so that the rest leaves space for a chunk of the next prompt.
+    prompts = [[number, *range(20, 92)] for number in range(8)]
+    for prompt in prompts:
+        some.submit(Request(tuple(prompt), 1, GREEDY), others.append)
+    while len(others) < len(prompts):
+        some.step()
+    while some.step():
+        pass
+    assert stream == naive('gpt2', [7], max_tokens=60)
+    assert {delta.finish_reason for delta in others} == {'length'}
+    most_tokens = max(map(sum, lengths))
+    if is_limited:
+        assert most_tokens <= 32
+        assert max(map(len, lengths)) == 1
+        # Each prompt has three passes, of which the last is short.
+        assert sum(map(len, lengths)) <= 8 * 3
+    else:
+        assert most_tokens > 64
