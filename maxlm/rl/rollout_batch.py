@@ -5,6 +5,7 @@ Shapes: B rows of a program, N responses of a rollout (the responses to one prom
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,11 +13,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.data.loader.windows import Batch
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
+from maxlm.rl.responses import Responses
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_generator import Responses
 from maxlm.training.batch import BATCH_TYPES
 from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.grpo import advantages, token_weights
@@ -29,6 +31,7 @@ def response_batch(
     prompts: Sequence[np.ndarray],
     responses: Responses,
     rewards_N: np.ndarray,
+    used_N: np.ndarray | None = None,
 ) -> Batch:
     """Returns a batch of training rows, each a prompt followed by a response.
 
@@ -37,11 +40,14 @@ def response_batch(
         prompts: token ids of the prompt of each response.
         responses: N responses.
         rewards_N: reward of each response. Groups with equal rewards have weight 0.
+        used_N: False for responses with weight 0 that have no part in the statistics of their group; None = all are
+            used.
 
     Returns:
         Arrays [N, T] of BATCH_TYPES and GRPO_TYPES.
     """
-    advantages_N, generated_NR = advantages(rewards_N, config.grpo), responses.generated
+    advantages_N, active_N = _advantages(rewards_N, used_N, config.grpo)
+    generated_NR = responses.generated
     T, N = config.data.seq_len, len(prompts)
     batch: Batch = {name: np.zeros((N, T), np.int32) for name in ('tokens', 'targets', 'segments', 'positions')}
     batch |= {name: np.zeros((N, T), np.float32) for name in ('predicted', 'old_log_probs', 'advantages')}
@@ -57,10 +63,23 @@ def response_batch(
         batch['predicted'][row, predicts] = generated_NR[row, :num]
         batch['old_log_probs'][row, predicts] = responses.log_probs_BR[row, :num]
         batch['advantages'][row, predicts] = advantages_N[row]
-    groups = rewards_N.reshape(-1, config.grpo.num_generations)
-    active_N = np.repeat(np.ptp(groups, axis=1) > 0, config.grpo.num_generations)
     batch['weights'] = token_weights(batch['predicted'], active_N, config.grpo)
     return batch
+
+
+def _advantages(rewards_N: np.ndarray, used_N: np.ndarray | None, grpo: GrpoConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the advantage of each response, float32 [N], and True for those in the loss, bool [N]."""
+    if used_N is None or used_N.all():
+        spread = np.ptp(rewards_N.reshape(-1, grpo.num_generations), axis=1)
+        return advantages(rewards_N, grpo), np.repeat(spread > 0, grpo.num_generations)
+    advantages_N, active_N = np.zeros(len(rewards_N), np.float32), np.zeros(len(rewards_N), bool)
+    for rows in np.arange(len(rewards_N)).reshape(-1, grpo.num_generations):
+        used = rows[used_N[rows]]
+        # A single response has no other to be compared with.
+        if len(used) > 1:
+            group = dataclasses.replace(grpo, num_generations=len(used))
+            advantages_N[used], active_N[used] = _advantages(rewards_N[used], None, group)
+    return advantages_N, active_N
 
 
 def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:

@@ -27,10 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
-from maxlm.config.validation_rl import check_grpo
-from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.loader.shuffle import VERSION
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
@@ -38,22 +35,26 @@ from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
-from maxlm.rl.reward_model import RewardModel, open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions
-from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
+from maxlm.rl.environment_sampler import (
+    Environments,
+    EnvironmentSampler,
+    environment_metrics,
+    seeded_examples,
+)
+from maxlm.rl.responses import Responses
+from maxlm.rl.reward_model import RewardModel
+from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rewards.rewards import Task, UserRewardError, parse_reward
-from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
-from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_generator import Sampler
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.tool_environment import ToolEnvironment, open_tools
+from maxlm.rl.tool_environment import ToolEnvironment
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
-from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.training.batch import PROXIMAL
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
-from maxlm.workdir.files import TOKENIZER
 
 # Number of responses of a rollout that are logged.
 SHOWN = 2
@@ -75,6 +76,7 @@ class RolloutBatches(BatchSource):
         ends: Sequence[int],
         tools: ToolEnvironment | None = None,
         reward_model: RewardModel | None = None,
+        environments: Environments | None = None,
     ):
         """
         Args:
@@ -86,19 +88,20 @@ class RolloutBatches(BatchSource):
             ends: token ids that end a response.
             tools: tools that the model may call.
             reward_model: reward model of `grpo.reward_model`.
+            environments: environments of `grpo.environment`.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._scorer, self._reward_model = scorer, reward_model
         self.tokenizer_path = tokenizer_path
         self.tokenizer = Tokenizer.load(tokenizer_path)
-        self._ends, self._tools = tuple(ends), tools
+        self._ends, self._tools, self._environments = tuple(ends), tools, environments
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
         )
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
-        self._sampler: Sampler | ToolSampler | None = None
+        self._sampler: Sampler | ToolSampler | EnvironmentSampler | None = None
         self._proximal: Callable[[Params, Batch], np.ndarray] | None = None
         # The next rollout, if its responses are already generated.
         self._next: Rollout | None = None
@@ -120,6 +123,7 @@ class RolloutBatches(BatchSource):
             'order': VERSION,
             **({'grpo.tools': list(self._grpo.tools)} if self._grpo.tools else {}),
             **({'grpo.reward_model': self._reward_model.checksum} if self._reward_model else {}),
+            **({'grpo.environment': self._environments.settings(self._grpo)} if self._environments else {}),
         }
 
     def source_descriptions(self) -> list[dict[str, Any]]:
@@ -148,7 +152,9 @@ class RolloutBatches(BatchSource):
             self._reward_model.open(config, layout)
         if config.has_proximal:
             self._proximal = make_proximal(config, layout)
-        if self._tools is not None:
+        if self._environments is not None:
+            self._sampler = EnvironmentSampler(self._sampler, self._environments, config, layout, ends=self._ends)
+        elif self._tools is not None:
             self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
 
     @contextlib.contextmanager
@@ -204,21 +210,21 @@ class RolloutBatches(BatchSource):
         self._next = rollout if grpo.async_rollouts else None
         responses = rollout.responses
         drawn = time.perf_counter()
-        ids = [self._prompts.ids[index] for index in each]
+        ids = self._prompt_ids(self._prompts, each, responses)
         # Before the thread starts, because all processes must run the programs of the devices in the same order.
         model_scores = self._model_scores(ids, responses, grpo.reward)
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
             has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
             following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
             texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
-            scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores)
+            scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores, responses)
             scored = time.perf_counter()
             if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
                 wait([following])
             scores = gather_scores(scores, rows)
             rewards_N = scores.rewards
-            batch = response_batch(config, ids, responses, rewards_N)
+            batch = response_batch(config, ids, responses, rewards_N, scores.used)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
         trained, self._next = following.result()
@@ -233,6 +239,7 @@ class RolloutBatches(BatchSource):
             'rollout/tokens_per_second': responses.drawn / (rollout.ended - rollout.began),
             'rollout/reward_seconds': scored - drawn,
             **tool_metrics(responses),
+            **environment_metrics(responses),
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
         if grpo.async_rollouts:
@@ -250,7 +257,7 @@ class RolloutBatches(BatchSource):
         )
         shown = texts if responses.tools is None else self._texts(responses._replace(tools=None))
         samples = [
-            Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
+            Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
@@ -262,31 +269,37 @@ class RolloutBatches(BatchSource):
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num_prompts
         num = min(grpo.eval_num_prompts or num, num)
-        ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
+        starts, tasks = self._inputs(prompts, range(num), first=None), prompts.tasks[:num]
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
-        likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
+        likeliest = sampler(params, starts, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        model_scores = self._model_scores(prompts.ids[:num], likeliest, reward)
-        rewards_N = self._rewards(prompts, texts, tasks, reward, model_scores)
+        ids = self._prompt_ids(prompts, range(num), likeliest)
+        model_scores = self._model_scores(ids, likeliest, reward)
+        scores = self._all_scores(prompts, texts, tasks, reward, model_scores, likeliest)
+        rewards_N, has_mean = scores.rewards, len(model_scores) > 0 or self._environments is not None
+        parts = {'reward': float(rewards_N[scores.used].mean())} if has_mean else {}
         # A score of a reward model does not say whether a response is correct.
-        parts = {'reward': float(rewards_N.mean())} if len(model_scores) else {'accuracy': accuracy(rewards_N)}
+        parts |= {} if len(model_scores) else {'accuracy': accuracy(rewards_N)}
         parts, tokens = {**parts, 'length': float(likeliest.num_B.mean())}, likeliest.drawn
         if samples := grpo.eval_num_generations:
             # A fixed seed, so that evaluations differ only because of the model.
             drawn = sampler(
-                params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
+                params, starts, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
-            rewards_N = self._rewards(prompts, self._texts(drawn), each, reward, ())
-            parts['pass_at_1'] = accuracy(rewards_N)
-            parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
+            drawn_N = self._all_scores(prompts, self._texts(drawn), each, reward, (), drawn).rewards
+            parts['pass_at_1'] = accuracy(drawn_N)
+            parts['pass_at_k'] = mean_pass_at_k(drawn_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
-        if len(model_scores):
+        if self._environments is not None:
+            texts = self._texts(likeliest._replace(tools=None))
+        if has_mean:
             texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
-            Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
+            Sample(self.tokenizer.decode(ids[row].tolist()), texts[row])
+            for row in range(min(config.eval.num_samples, num))
         ]
-        loss = -parts['reward'] if len(model_scores) else 1 - parts['accuracy']
+        loss = -parts['reward'] if has_mean else 1 - parts['accuracy']
         return Evaluation(loss, tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
@@ -295,7 +308,7 @@ class RolloutBatches(BatchSource):
         return self._samples
 
     @property
-    def _made(self) -> tuple[Sampler | ToolSampler, Layout]:
+    def _made(self) -> tuple[Sampler | ToolSampler | EnvironmentSampler, Layout]:
         """Returns the objects created by `open`."""
         assert self._sampler is not None
         assert self._layout is not None
@@ -311,7 +324,7 @@ class RolloutBatches(BatchSource):
         began = time.perf_counter()
         responses = sampler(
             params,
-            [self._prompts.ids[index].tolist() for index in self._indices(number)],
+            self._inputs(self._prompts, self._indices(number), first=number * self._grpo.prompts_per_rollout),
             seed=self._config.train.seed,
             first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
             num_samples=self._grpo.num_generations,
@@ -328,8 +341,17 @@ class RolloutBatches(BatchSource):
         trained = time.perf_counter()
         return trained, None if number is None else self._generate(number, step, params)
 
-    def _prompt_text(self, prompts: Prompts, index: int) -> str:
-        return self.tokenizer.decode(prompts.ids[index].tolist())
+    def _inputs(self, prompts: Prompts, indices: Sequence[int], *, first: int | None) -> Any:
+        """Returns the inputs of the sampler; `first` is the position of the first one in training, None = eval."""
+        if self._environments is None:
+            return [prompts.ids[index].tolist() for index in indices]
+        tasks, seed = [prompts.tasks[index] for index in indices], self._config.data.seed
+        return seeded_examples(tasks, seed=seed, first=first or 0, is_evaluation=first is None)
+
+    def _prompt_ids(self, prompts: Prompts, indices: Sequence[int], responses: Responses) -> Sequence[np.ndarray]:
+        if responses.environment is not None:
+            return responses.environment.prompts
+        return [prompts.ids[index] for index in indices]
 
     def _texts(self, responses: Responses) -> list[str]:
         lengths = responses.num_B - responses.ended_B
@@ -345,56 +367,23 @@ class RolloutBatches(BatchSource):
         return self._reward_model(prompts, responses).tolist()
 
     def _scores(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
+        self,
+        prompts: Prompts,
+        texts: Sequence[str],
+        tasks: Sequence[Task],
+        reward: str,
+        by_model: Sequence[float],
+        responses: Responses,
     ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
+        if responses.environment is not None:
+            return jax.tree.map(lambda values: values[mine], responses.environment.scores)
         try:
             return self._scorer.score(texts[mine], tasks[mine], reward=reward, model_scores=by_model[mine])
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
-    def _rewards(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_model: Sequence[float]
-    ) -> np.ndarray:
-        """Returns the rewards of all responses, float32 [N]."""
-        return gather_scores(self._scores(prompts, texts, tasks, reward, by_model), len(texts)).rewards
-
-
-def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
-    """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
-    check_grpo(config)
-    origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
-    encoder = load_encoder(origin)
-    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
-    ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
-    grpo = config.grpo
-    eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
-    functions = open_functions(grpo, stack)
-    tools = open_tools(grpo, encoder, functions)
-
-    def read(path: str, reward: str) -> Prompts:
-        room = config.data.seq_len - grpo.max_completion_length
-        prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
-        check_tasks(prompts, reward, functions)
-        return prompts
-
-    prompts = read(grpo.prompts, grpo.reward)
-    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
-    if grpo.prompts_per_rollout > prompts.num_prompts:
-        raise InputError(
-            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
-            f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
-        )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
-    source = RolloutBatches(
-        config,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        scorer=scorer,
-        tokenizer_path=origin / TOKENIZER,
-        ends=sorted(ends),
-        tools=tools,
-        reward_model=reward_model,
-    )
-    return source, tokenizer.vocab_size
+    def _all_scores(self, prompts: Prompts, texts: Sequence[str], *arguments: Any) -> Scores:
+        """Returns the scores of all responses, see `_scores`."""
+        return gather_scores(self._scores(prompts, texts, *arguments), len(texts))

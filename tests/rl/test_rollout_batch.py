@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.rl.responses import Responses
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows
-from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_generator import Sampler
 from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.grpo import advantages
 from maxlm.training.state import init_state
