@@ -205,6 +205,8 @@ METRICS: dict[str, Metric] = {
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
     'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),
+    'rollout/turns': Metric('', 'mean number of turns of the model in a conversation with an environment'),
+    'rollout/environment_failures': Metric('', 'number of conversations whose environment failed'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
     # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),

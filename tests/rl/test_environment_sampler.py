@@ -1,6 +1,7 @@
 """GRPO with the environment of examples/guess_number.py: tokens, masks, rewards, failures and resume."""
 
 import json
+import string
 import types
 from typing import ClassVar
 
@@ -24,7 +25,7 @@ from tests.small_posttraining import grpo_arguments
 from tests.starting import make_start
 from tests.user_modules import write_module
 
-LETTERS = '\n abcdefghiklmnopqrstuwyGS.0123456789'
+LETTERS = f'\n .{string.ascii_letters}{string.digits}'
 TOKENIZER = chars_tokenizer([LETTERS]).with_special_tokens(['<|im_start|>', '<|im_end|>'])
 CHAT = ChatEncoder(TOKENIZER, ChatTemplate(CHATML, name='test'))
 T, R, SAMPLES = 160, 96, 4
@@ -242,7 +243,7 @@ def test_failures_are_counted_and_end_a_run_only_if_all_fail(start, tmp_path, mo
     [
         ({'grpo__environment': 'guess'}, "grpo.environment='guess' is not the name of a class"),
         ({'grpo__environment': 'nowhere:Guess'}, "environment nowhere:Guess: no module 'nowhere'"),
-        ({'grpo__environment': 'examples.guess_number:Gues'}, "did you mean 'GuessNumber'?"),
+        ({'grpo__environment': 'examples.guess_number:GuessNumbr'}, "did you mean 'GuessNumber'?"),
         ({'grpo__environment': 'fractions:Fraction'}, 'Fraction has no method reset(example, seed); define it'),
         ({'grpo__environment_args': '{"low": 1}'}, 'must accept the arguments (low)'),
         ({'grpo__environment_args': '[1]'}, 'must be a JSON object'),

@@ -101,8 +101,7 @@ class VerifiersEnvironment:
     def reset(self, example: Mapping[str, Any], seed: int) -> list[dict[str, Any]]:
         """See `Environment`. An environment of verifiers has no seed."""
         del seed
-        row = {'example_id': 0, 'task': 'default', **example}
-        self._rollout = asyncio.run_coroutine_threadsafe(self._run(row), self._loop)
+        self._rollout = asyncio.run_coroutine_threadsafe(self._run({'example_id': 0, **example}), self._loop)
         self._rollout.add_done_callback(lambda _: self._requests.put(None))
         messages = self._next_messages()
         if messages is None:
