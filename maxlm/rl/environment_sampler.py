@@ -84,8 +84,8 @@ class EnvironmentSampler:
     ) -> Responses:
         """Generates `num_samples` conversations for each start, see `Sampler`.
 
-        A conversation ends if the environment ends it, after `grpo.max_turns` turns of the model, if a turn has no end
-        token, or if the messages of the environment leave no token for the next turn.
+        The environment ends a conversation, or one of these limits: `grpo.max_turns` turns of the model, a turn without
+        end token, or messages of the environment that leave no token for the next turn.
 
         Raises:
             InputError: all conversations failed.

@@ -123,11 +123,11 @@ METRICS: dict[str, Metric] = {
     'eval/loss': Metric(
         'nats/token',
         'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy) '
-        'or, with the reward reward_model, -eval/reward',
+        'or, with reward_model or an environment, -eval/reward',
     ),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
     'eval/accuracy': Metric('', 'GRPO: fraction of prompts whose greedy response is correct'),
-    'eval/reward': Metric('', 'GRPO with the reward reward_model: mean reward of the greedy responses'),
+    'eval/reward': Metric('', 'GRPO with reward_model or an environment: mean reward of the greedy responses'),
     'eval/rewards/accuracies': Metric('', 'train/rewards/accuracies on the validation split'),
     'eval/rewards/margins': Metric('', 'train/rewards/margins on the validation split'),
     'eval/rewards/chosen': Metric('', 'train/rewards/chosen on the validation split'),

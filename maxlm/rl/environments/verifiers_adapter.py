@@ -21,10 +21,11 @@ from typing import Any, ClassVar
 from maxlm.config.user_function import call_function
 from maxlm.data.documents.messages import Message
 from maxlm.errors import InputError
-from maxlm.installation import pip_install
 from maxlm.rl.environments.protocol import Environment, EnvironmentStep, Trajectory
 
 PREFIX = 'verifiers:'
+# Not an extra of maxlm, because its 100 dependencies would be in the lock file. Version 0.4 has another interface.
+INSTALL = "pip install 'verifiers>=0.1.14,<0.4'"
 # Name of the total reward among the scores.
 REWARD = 'reward'
 
@@ -49,12 +50,11 @@ def load_verifiers(name: str, arguments: Mapping[str, Any]) -> Callable[[], Envi
 
 
 def _import() -> ModuleType:
-    install = pip_install('verifiers')
     try:
         package = importlib.import_module('verifiers')
     except ImportError as error:
         raise InputError(
-            f'grpo.environment={PREFIX}…: the package verifiers cannot be imported ({error}); run: {install}'
+            f'grpo.environment={PREFIX}…: the package verifiers cannot be imported ({error}); run: {INSTALL}'
         ) from error
     if not hasattr(package, 'load_environment'):
         try:
@@ -63,7 +63,7 @@ def _import() -> ModuleType:
         except ImportError as error:
             raise InputError(
                 f'grpo.environment={PREFIX}…: verifiers {getattr(package, "__version__", "")} has no load_environment; '
-                f'install a version below 0.4: {install}'
+                f'run: {INSTALL}'
             ) from error
     return package
 
@@ -106,7 +106,7 @@ class VerifiersEnvironment:
         messages = self._next_messages()
         if messages is None:
             self._rollout.result()
-            raise ValueError('the environment asked for no turn of the model')
+            raise ValueError('the environment asked for no turn of the model; use one that does')
         return messages
 
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
@@ -159,7 +159,7 @@ class VerifiersEnvironment:
         found = [_as_dict(message) for message in prompt]
         earlier = found[: len(self._known)]
         if [_compared(message) for message in earlier] != [_compared(message) for message in self._known]:
-            raise ValueError('the environment changed earlier messages, so the conversation cannot be continued')
+            raise ValueError('the environment changed earlier messages; use one that only adds messages')
         new = found[len(self._known) + bool(self._known) :]
         self._known = found
         return new
