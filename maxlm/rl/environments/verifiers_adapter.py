@@ -57,14 +57,10 @@ def _import() -> ModuleType:
             f'grpo.environment={PREFIX}…: the package verifiers cannot be imported ({error}); run: {INSTALL}'
         ) from error
     if not hasattr(package, 'load_environment'):
-        try:
-            # Version 0.3 has the interface under another name, and version 0.4 has another interface.
-            package = importlib.import_module('verifiers.legacy')
-        except ImportError as error:
-            raise InputError(
-                f'grpo.environment={PREFIX}…: verifiers {getattr(package, "__version__", "")} has no load_environment; '
-                f'run: {INSTALL}'
-            ) from error
+        raise InputError(
+            f'grpo.environment={PREFIX}…: verifiers {getattr(package, "__version__", "")} has no load_environment; '
+            f'run: {INSTALL}'
+        )
     return package
 
 
@@ -79,7 +75,7 @@ class VerifiersEnvironment:
     def __init__(self, package: ModuleType, environment: Any, loop: asyncio.AbstractEventLoop):
         """
         Args:
-            package: the package verifiers, or its module with the interface.
+            package: the package verifiers.
             environment: environment of verifiers, which all conversations share.
             loop: running event loop.
         """
