@@ -216,7 +216,7 @@ def test_a_run_learns_and_resumes_exactly(start, tmp_path):
     assert {'eval/reward', 'eval/accuracy', 'eval/pass_at_k'} <= lines[4].keys()
     assert lines[4]['eval/loss'] == -lines[4]['eval/reward']
     log = (tmp_path / 'whole/run.log').read_text()
-    assert 'Guess a number from 1 to 7.' in log
+    assert '1 to 7.<|im_end|> <|im_start|>assistant ▮' in log
     assert '(reward ' in log
     # A run that ends after the first rollout and continues ends with the same parameters.
     for steps in (2, 4):

@@ -83,7 +83,7 @@ class Conversations:
             with self._checking(one, 'tools'):
                 one.tools = _json(list(tools or ()))
         return [
-            {'failure': one.failure} if one.failure else {'messages': one.messages, 'tools': one.tools}
+            {'failure': one.failure} if one.failure else {'messages': [*one.messages], 'tools': one.tools}
             for one in self._all
         ]
 
