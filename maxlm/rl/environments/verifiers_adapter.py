@@ -199,30 +199,23 @@ def _client_class(package: ModuleType) -> type:
     base = importlib.import_module(f'{package.__name__}.clients').Client
     types = importlib.import_module(f'{package.__name__}.types')
 
-    class RolloutClient(base):
-        """Client that waits for the turns of a rollout."""
-
-        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Any:
-            """Returns the next turn. Raises OverlongPromptError, which ends the conversation, after the last one."""
-            turn = await self.client.answer(prompt, tools)
-            if turn is None:
-                raise package.OverlongPromptError('the conversation has reached a limit of the rollout')
-            message, is_complete = turn
-            calls = [
-                types.ToolCall(id=call['id'], name=call['function']['name'], arguments=call['function']['arguments'])
-                for call in message.get('tool_calls') or ()
-            ]
-            answer = types.ResponseMessage(
-                content=message['content'],
-                tool_calls=calls or None,
-                finish_reason='length' if not is_complete else 'tool_calls' if calls else 'stop',
-                is_truncated=not is_complete,
-            )
-            return types.Response(id='', created=int(time.time()), model=model, message=answer)
-
-        async def close(self) -> None:
-            """Does nothing."""
+    async def get_response(client: Any, prompt: Any, model: str, tools: Any = None, **_: Any) -> Any:
+        turn = await client.client.answer(prompt, tools)
+        if turn is None:
+            raise package.OverlongPromptError('the conversation has reached a limit of the rollout')
+        message, is_complete = turn
+        calls = [
+            types.ToolCall(id=call['id'], name=call['function']['name'], arguments=call['function']['arguments'])
+            for call in message.get('tool_calls') or ()
+        ]
+        answer = types.ResponseMessage(
+            content=message['content'],
+            tool_calls=calls or None,
+            finish_reason='length' if not is_complete else 'tool_calls' if calls else 'stop',
+            is_truncated=not is_complete,
+        )
+        return types.Response(id='', created=int(time.time()), model=model, message=answer)
 
     # The abstract methods convert requests and responses for a server, which this client does not use.
-    RolloutClient.__abstractmethods__ = frozenset()
-    return RolloutClient
+    unused = dict.fromkeys(base.__abstractmethods__, get_response)
+    return type('RolloutClient', (base,), {**unused, 'get_response': get_response})
