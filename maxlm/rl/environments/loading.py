@@ -82,7 +82,7 @@ def read_examples(
             found[index] = parse_json(to_json(dict(example)))
         except (TypeError, ValueError) as error:
             raise InputError(
-                f'{where}: examples({split!r})[{index}] is not an object that JSON can express: {error}; return a dict'
+                f'{where}: examples({split!r})[{index}] is not an object that JSON can express: {error}; use a dict'
             ) from error
     if not found:
         raise InputError(f'{where}: examples({split!r}) returned none; return at least one')
