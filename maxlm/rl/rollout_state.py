@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.rl.rollout_generator import Responses
+from maxlm.rl.responses import Responses
 
 
 class Rollout(NamedTuple):

@@ -27,10 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
-from maxlm.config.validation_rl import check_grpo
-from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -38,23 +35,27 @@ from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
 from maxlm.rl.dynamic_sampling import ScoredRollout, fill_groups
-from maxlm.rl.reward_model import RewardModel, open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions
-from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
+from maxlm.rl.environment_sampler import (
+    Environments,
+    EnvironmentSampler,
+    environment_metrics,
+    seeded_examples,
+)
+from maxlm.rl.responses import Responses
+from maxlm.rl.reward_model import RewardModel
+from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError
-from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_passes, response_rows, scored_rows, step_rows, with_advantages
 from maxlm.rl.rollout_fingerprint import rollout_fingerprint
-from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_generator import Sampler
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.token_rewards import TokenRewards, check_overlong, token_rewards
-from maxlm.rl.tool_environment import ToolEnvironment, open_tools
+from maxlm.rl.token_rewards import TokenRewards, token_rewards
+from maxlm.rl.tool_environment import ToolEnvironment
 from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
-from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
-from maxlm.workdir.files import TOKENIZER
 
 # Number of responses of a rollout that are logged.
 SHOWN = 2
@@ -76,6 +77,7 @@ class RolloutBatches(BatchSource):
         ends: Sequence[int],
         tools: ToolEnvironment | None = None,
         reward_model: RewardModel | None = None,
+        environments: Environments | None = None,
     ):
         """
         Args:
@@ -87,19 +89,20 @@ class RolloutBatches(BatchSource):
             ends: token ids that end a response.
             tools: tools that the model may call.
             reward_model: reward model of `grpo.reward_model`.
+            environments: environments of `grpo.environment`.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._scorer, self._reward_model = scorer, reward_model
         self.tokenizer_path = tokenizer_path
         self.tokenizer = Tokenizer.load(tokenizer_path)
-        self._ends, self._tools = tuple(ends), tools
+        self._ends, self._tools, self._environments = tuple(ends), tools, environments
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
         )
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
-        self._sampler: Sampler | ToolSampler | None = None
+        self._sampler: Sampler | ToolSampler | EnvironmentSampler | None = None
         self._passes: Callable[[TrainState, Batch], Batch] | None = None
         # The next rollout, if its responses are already generated.
         self._next: Rollout | None = None
@@ -107,7 +110,9 @@ class RolloutBatches(BatchSource):
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
-        return rollout_fingerprint(config, self._config, self._prompts, self._reward_model)
+        return rollout_fingerprint(
+            config, self._config, self._prompts, reward_model=self._reward_model, environments=self._environments
+        )
 
     def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
@@ -134,7 +139,9 @@ class RolloutBatches(BatchSource):
         if self._reward_model is not None:
             self._reward_model.open(config, layout)
         self._passes = make_passes(config, layout)
-        if self._tools is not None:
+        if self._environments is not None:
+            self._sampler = EnvironmentSampler(self._sampler, self._environments, config, layout, ends=self._ends)
+        elif self._tools is not None:
             self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
 
     @contextlib.contextmanager
@@ -190,14 +197,14 @@ class RolloutBatches(BatchSource):
         self._next = rollout if grpo.async_rollouts else None
         responses = rollout.responses
         drawn = time.perf_counter()
-        ids = [self._prompts.ids[index] for index in each]
+        ids = self._prompt_ids(self._prompts, each, responses)
         # Before the thread starts, because all processes must run the programs of the devices in the same order.
         by_tokens = self._token_rewards(ids, responses, grpo.reward)
         with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
             has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
             following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
             texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
-            scores = self._scores(self._prompts, texts, tasks, grpo.reward, by_tokens)
+            scores = self._scores(self._prompts, texts, tasks, grpo.reward, by_tokens, responses)
             scored = time.perf_counter()
             if jax.process_count() > 1:
                 # The collectives of the two threads must have the same order in all processes.
@@ -209,10 +216,11 @@ class RolloutBatches(BatchSource):
             grpo,
         )
         each, responses, rewards_N = found.prompts, found.responses, found.scores.rewards
-        batch = response_rows(config, [self._prompts.ids[index] for index in each], responses)
+        ids = self._prompt_ids(self._prompts, each, responses)
+        batch = response_rows(config, ids, responses)
         if self._passes is not None:
             batch |= self._passes(state, batch)
-        batch, of_advantages = with_advantages(config, batch, rewards_N)
+        batch, of_advantages = with_advantages(config, batch, rewards_N, found.scores.used)
         trained, self._next = following.result()
         local = layout.local_rows(config.train.global_batch_size)
         for order in step_rows(config, number, rows)[done:]:
@@ -227,6 +235,7 @@ class RolloutBatches(BatchSource):
             **tool_metrics(responses),
             **of_sampling,
             **of_advantages,
+            **environment_metrics(responses),
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
         if grpo.async_rollouts:
@@ -244,7 +253,7 @@ class RolloutBatches(BatchSource):
         )
         shown = self._texts(responses._replace(tools=None))
         samples = [
-            Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
+            Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
         return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
@@ -256,34 +265,39 @@ class RolloutBatches(BatchSource):
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num_prompts
         num = min(grpo.eval_num_prompts or num, num)
-        ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
+        starts, tasks = self._inputs(prompts, range(num), first=None), prompts.tasks[:num]
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
-        likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
+        likeliest = sampler(params, starts, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        by_tokens = self._token_rewards(prompts.ids[:num], likeliest, reward)
-        rewards_N = gather_scores(self._scores(prompts, texts, tasks, reward, by_tokens), num).rewards
-        # A score of a reward model does not say whether a response is correct.
+        ids = self._prompt_ids(prompts, range(num), likeliest)
+        by_tokens = self._token_rewards(ids, likeliest, reward)
+        scores = self._all_scores(prompts, texts, tasks, reward, by_tokens, likeliest)
         by_model = MODEL_SCORE in by_tokens
-        parts = {'reward': float(rewards_N.mean())} if by_model else {'accuracy': accuracy(rewards_N)}
+        rewards_N, has_mean = scores.rewards, by_model or self._environments is not None
+        parts = {'reward': float(rewards_N[scores.used].mean())} if has_mean else {}
+        # A score of a reward model does not say whether a response is correct.
+        parts |= {} if by_model else {'accuracy': accuracy(rewards_N)}
         parts, tokens = {**parts, 'length': float(likeliest.num_B.mean())}, likeliest.drawn
         if samples := grpo.eval_num_generations:
             # A fixed seed, so that evaluations differ only because of the model.
             drawn = sampler(
-                params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
+                params, starts, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
             by_tokens = self._token_rewards((), drawn, reward)
-            scores = self._scores(prompts, self._texts(drawn), each, reward, by_tokens)
-            rewards_N = gather_scores(scores, len(each)).rewards
-            parts['pass_at_1'] = accuracy(rewards_N)
-            parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
+            drawn_N = self._all_scores(prompts, self._texts(drawn), each, reward, by_tokens, drawn).rewards
+            parts['pass_at_1'] = accuracy(drawn_N)
+            parts['pass_at_k'] = mean_pass_at_k(drawn_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
-        if by_model:
+        if self._environments is not None:
+            texts = self._texts(likeliest._replace(tools=None))
+        if has_mean:
             texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
-            Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
+            Sample(self.tokenizer.decode(ids[row].tolist()), texts[row])
+            for row in range(min(config.eval.num_samples, num))
         ]
-        loss = -parts['reward'] if by_model else 1 - parts['accuracy']
+        loss = -parts['reward'] if has_mean else 1 - parts['accuracy']
         return Evaluation(loss, tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
@@ -292,7 +306,7 @@ class RolloutBatches(BatchSource):
         return self._samples
 
     @property
-    def _made(self) -> tuple[Sampler | ToolSampler, Layout]:
+    def _made(self) -> tuple[Sampler | ToolSampler | EnvironmentSampler, Layout]:
         """Returns the objects created by `open`."""
         assert self._sampler is not None
         assert self._layout is not None
@@ -306,10 +320,12 @@ class RolloutBatches(BatchSource):
         """Generates and scores the responses of a further attempt of dynamic sampling."""
         responses = self._generate(number, step, params, attempt).responses
         each = [index for index in self._indices(number, attempt) for _ in range(self._grpo.num_generations)]
-        by_tokens = self._token_rewards([self._prompts.ids[index] for index in each], responses, self._grpo.reward)
-        tasks = [self._prompts.tasks[index] for index in each]
-        scores = self._scores(self._prompts, self._texts(responses), tasks, self._grpo.reward, by_tokens)
-        return ScoredRollout(each, responses, gather_scores(scores, len(each)))
+        ids, reward = self._prompt_ids(self._prompts, each, responses), self._grpo.reward
+        by_tokens, tasks = self._token_rewards(ids, responses, reward), [self._prompts.tasks[index] for index in each]
+        texts = self._texts(responses)
+        return ScoredRollout(
+            each, responses, self._all_scores(self._prompts, texts, tasks, reward, by_tokens, responses)
+        )
 
     def _generate(self, number: int, step: int, params: Params, attempt: int = 0) -> Rollout:
         """Generates the responses of a rollout with the parameters after `step` updates."""
@@ -317,7 +333,12 @@ class RolloutBatches(BatchSource):
         began = time.perf_counter()
         responses = sampler(
             params,
-            [self._prompts.ids[index].tolist() for index in self._indices(number, attempt)],
+            self._inputs(
+                self._prompts,
+                self._indices(number, attempt),
+                first=number * self._grpo.prompts_per_rollout,
+                attempt=attempt,
+            ),
             # The lowest bit distinguishes evaluations.
             seed=self._config.train.seed ^ (attempt << 1),
             first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
@@ -335,8 +356,17 @@ class RolloutBatches(BatchSource):
         trained = time.perf_counter()
         return trained, None if number is None else self._generate(number, step, params)
 
-    def _prompt_text(self, prompts: Prompts, index: int) -> str:
-        return self.tokenizer.decode(prompts.ids[index].tolist())
+    def _inputs(self, prompts: Prompts, indices: Sequence[int], *, first: int | None, attempt: int = 0) -> Any:
+        """Returns the inputs of the sampler; `first` is the position of the first one in training, None = eval."""
+        if self._environments is None:
+            return [prompts.ids[index].tolist() for index in indices]
+        tasks, seed = [prompts.tasks[index] for index in indices], self._config.data.seed ^ attempt
+        return seeded_examples(tasks, seed=seed, first=first or 0, is_evaluation=first is None)
+
+    def _prompt_ids(self, prompts: Prompts, indices: Sequence[int], responses: Responses) -> Sequence[np.ndarray]:
+        if responses.environment is not None:
+            return responses.environment.prompts
+        return [prompts.ids[index] for index in indices]
 
     def _texts(self, responses: Responses) -> list[str]:
         lengths = responses.num_B - responses.ended_B
@@ -349,52 +379,24 @@ class RolloutBatches(BatchSource):
         return token_rewards(reward, prompts, responses, grpo=self._grpo, reward_model=self._reward_model)
 
     def _scores(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_tokens: TokenRewards
+        self,
+        prompts: Prompts,
+        texts: Sequence[str],
+        tasks: Sequence[Task],
+        reward: str,
+        by_tokens: TokenRewards,
+        responses: Responses,
     ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
+        if responses.environment is not None:
+            return jax.tree.map(lambda values: values[mine], responses.environment.scores)
         mine_by_tokens = {name: values[mine] for name, values in by_tokens.items()}
         try:
             return self._scorer.score(texts[mine], tasks[mine], reward=reward, by_tokens=mine_by_tokens)
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
-
-def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
-    """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
-    check_grpo(config)
-    check_overlong(config.grpo)
-    origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
-    encoder = load_encoder(origin)
-    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
-    ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
-    grpo = config.grpo
-    eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
-    functions = open_functions(grpo, stack)
-    tools = open_tools(grpo, encoder, functions)
-
-    def read(path: str, reward: str) -> Prompts:
-        room = config.data.seq_len - grpo.max_completion_length
-        prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
-        check_tasks(prompts, reward, functions)
-        return prompts
-
-    prompts = read(grpo.prompts, grpo.reward)
-    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
-    if grpo.prompts_per_rollout > prompts.num_prompts:
-        raise InputError(
-            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
-            f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
-        )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
-    source = RolloutBatches(
-        config,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        scorer=scorer,
-        tokenizer_path=origin / TOKENIZER,
-        ends=sorted(ends),
-        tools=tools,
-        reward_model=reward_model,
-    )
-    return source, tokenizer.vocab_size
+    def _all_scores(self, prompts: Prompts, texts: Sequence[str], *arguments: Any) -> Scores:
+        """Returns the scores of all responses, see `_scores`."""
+        return gather_scores(self._scores(prompts, texts, *arguments), len(texts))

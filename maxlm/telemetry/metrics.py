@@ -125,11 +125,11 @@ METRICS: dict[str, Metric] = {
     'eval/loss': Metric(
         'nats/token',
         'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy) '
-        'or, with the reward reward_model, -eval/reward',
+        'or, with reward_model or an environment, -eval/reward',
     ),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
     'eval/accuracy': Metric('', 'GRPO: fraction of prompts whose greedy response is correct'),
-    'eval/reward': Metric('', 'GRPO with the reward reward_model: mean reward of the greedy responses'),
+    'eval/reward': Metric('', 'GRPO with reward_model or an environment: mean reward of the greedy responses'),
     'eval/rewards/accuracies': Metric('', 'train/rewards/accuracies on the validation split'),
     'eval/rewards/margins': Metric('', 'train/rewards/margins on the validation split'),
     'eval/rewards/chosen': Metric('', 'train/rewards/chosen on the validation split'),
@@ -209,6 +209,8 @@ METRICS: dict[str, Metric] = {
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
     'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),
+    'rollout/turns': Metric('', 'mean number of turns of the model in a conversation with an environment'),
+    'rollout/environment_failures': Metric('', 'number of conversations whose environment failed'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
     # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from maxlm.rl.rollout_generator import Responses
+from maxlm.rl.responses import Responses
 from maxlm.rl.rollout_state import Rollout
 
 

@@ -62,6 +62,15 @@ class GrpoConfig:
     tools: tuple = ()
     # Maximum number of tool calls of a response.
     max_tool_calls: Annotated[int, Range(1, 10**5)] = 8
+    # Environment of the user ('package.module:Class', see docs/posttraining.md), or one of the package verifiers
+    # ('verifiers:NAME'), which opens conversations, answers the turns of the model and scores the result; '' = none.
+    environment: str = ''
+    # Arguments of the constructor of grpo.environment as a JSON object, e.g. '{"high": 100}'; '' = none.
+    environment_args: str = ''
+    # Time limit of each call of a method of grpo.environment, in seconds. A conversation that exceeds it has failed.
+    environment_timeout: Annotated[float, Range(0, 10**5, above=True)] = 60.0
+    # Maximum number of turns of the model in a conversation with grpo.environment.
+    max_turns: Annotated[int, Range(1, 10**5)] = 8
     # Run the functions of the user in grpo.reward, grpo.eval_reward and grpo.tools in the sandbox, without network,
     # environment variables or other files, and with limits on time and memory. A reward that fails during training is
     # 0.

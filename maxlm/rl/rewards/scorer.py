@@ -36,20 +36,35 @@ class Scores(NamedTuple):
         rewards: float32 [N].
         components: unweighted values of each reward by name, float32 [N].
         failed: 1 if a reward of the user in the sandbox failed for the response, else 0, float32 [N].
+        excluded: 1 if the response is not used, because its environment failed, else 0, float32 [N]; None = all are
+            used. Components may be NaN for responses without this reward.
     """
 
     rewards: np.ndarray
     components: dict[str, np.ndarray]
     failed: np.ndarray
+    excluded: np.ndarray | None = None
+
+    @property
+    def used(self) -> np.ndarray:
+        """True for responses that are used: bool [N]."""
+        return np.ones(len(self.rewards), bool) if self.excluded is None else self.excluded == 0
 
     def metrics(self, config: GrpoConfig) -> dict[str, float]:
         """Returns the metrics of a rollout, whose responses to the same prompt are consecutive."""
-        groups_PS = self.rewards.reshape(-1, config.num_generations)
+        groups_PS, used_PS = (values.reshape(-1, config.num_generations) for values in (self.rewards, self.used))
+        has_any = used_PS.any(axis=1)
+        groups_PS, used_PS = groups_PS[has_any], used_PS[has_any]
+        # Without excluded responses, the sums have the same order as before there were any.
+        where: Any = True if self.excluded is None else used_PS
+        spread = np.max(groups_PS, axis=1, where=where, initial=-np.inf)
+        spread = spread - np.min(groups_PS, axis=1, where=where, initial=np.inf)
+        parts = {name: part[self.used & ~np.isnan(part)] for name, part in self.components.items()}
         return {
-            'rollout/reward': float(self.rewards.mean()),
-            'rollout/reward_std': float(groups_PS.std(axis=1).mean()),
-            **{f'rollout/reward/{name}': float(part.mean()) for name, part in self.components.items()},
-            'rollout/frac_reward_zero_std': float((np.ptp(groups_PS, axis=1) == 0).mean()),
+            'rollout/reward': float(self.rewards[self.used].mean()),
+            'rollout/reward_std': float(groups_PS.std(axis=1, where=where).mean()),
+            **{f'rollout/reward/{name}': float(part.mean()) for name, part in parts.items() if len(part)},
+            'rollout/frac_reward_zero_std': float((spread == 0).mean()),
             **({'rollout/reward_errors': float(self.failed.mean())} if config.sandbox_functions else {}),
         }
 
