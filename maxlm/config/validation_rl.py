@@ -209,20 +209,15 @@ def check_grpo(config: Config) -> None:
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
             'eval.interval=0'
         )
-    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.async_rollouts:
+    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.max_staleness:
         raise InputError(
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
-            'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
+            'grpo.max_staleness=0; set grpo.max_staleness=1 or remove the key'
         )
     if grpo.max_completion_length >= seq_len:
         raise InputError(
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
             f'data.seq_len={seq_len}; lower it'
-        )
-    if grpo.tools and grpo.async_rollouts:
-        raise InputError(
-            'grpo.tools with grpo.async_rollouts=True: tool calls are not supported in asynchronous rollouts; set '
-            'grpo.async_rollouts=False'
         )
     for name in grpo.tools:
         if not isinstance(name, str) or not is_function_name(name):

@@ -4,11 +4,12 @@ In a rollout the current model generates several responses to each of some promp
 responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
 resumed run repeats them exactly.
 
-With `grpo.async_rollouts`, the main thread scores the responses of a rollout while the device works. The device ends
-the last step of the previous rollout and then generates the next one, which a thread waits for. The steps of this
-rollout start when both have ended, because they donate the parameters. Checkpoints contain the generated responses, so
-that a resumed run trains on the same ones. Rewards run in the main thread, because rewards of the user may need signals
-for time limits.
+With `grpo.max_staleness` = k, rollout n + k is generated before the training on rollout n, and rollouts 1 to k before
+that on rollout 0. The parameters that generate rollout n are therefore those after rollout n - k - 1, or the initial
+ones, however long the rewards take. A thread scores the pending responses while the devices generate and train, see
+`maxlm.rl.pending_rollouts`. Checkpoints contain these responses, so that a resumed run trains on the same ones. Rewards
+of the user may need the main thread of a process for signals: with k = 0 they run in that of this process, and above
+0 in that of a process of their own.
 
 Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
 a response.
@@ -20,11 +21,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxlm.checkpoint.manager import find_step
@@ -38,16 +37,19 @@ from maxlm.errors import InputError
 from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
+from maxlm.rl.pending_rollouts import PendingRollouts
 from maxlm.rl.reward_model import RewardModel, open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions
+from maxlm.rl.rewards.open_functions import open_functions, open_reward_process
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rl.rewards.rewards import Task, UserRewardError, parse_reward
 from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_proximal, response_batch, scored_rows, step_rows
 from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_metrics import Seconds, rollout_metrics, rollout_text
 from maxlm.rl.rollout_state import Rollout
+from maxlm.rl.timed_environment import Stopwatch, TimedEnvironment
 from maxlm.rl.tool_environment import ToolEnvironment, open_tools
-from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
+from maxlm.rl.tool_sampler import ToolSampler
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.training.batch import PROXIMAL
@@ -100,9 +102,13 @@ class RolloutBatches(BatchSource):
         self._layout: Layout | None = None
         self._sampler: Sampler | ToolSampler | None = None
         self._proximal: Callable[[Params, Batch], np.ndarray] | None = None
-        # The next rollout, if its responses are already generated.
-        self._next: Rollout | None = None
+        self._pending = PendingRollouts(in_background=self._grpo.max_staleness > 0)
+        self._waits = Stopwatch()
         self._samples: list[Sample] = []
+
+    def close(self) -> None:
+        """Computes no more rewards, and does not wait for those of the current rollout."""
+        self._pending.close()
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
@@ -149,7 +155,9 @@ class RolloutBatches(BatchSource):
         if config.has_proximal:
             self._proximal = make_proximal(config, layout)
         if self._tools is not None:
-            self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
+            self._sampler = ToolSampler(
+                self._sampler, TimedEnvironment(self._tools, self._waits), config, layout, ends=self._ends
+            )
 
     @contextlib.contextmanager
     def batches(
@@ -183,77 +191,41 @@ class RolloutBatches(BatchSource):
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """See `BatchSource`."""
-        return {} if self._next is None else self._next.to_arrays()
+        return self._pending.to_arrays()
 
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `BatchSource`."""
-        self._next = Rollout.from_arrays(arrays) if arrays else None
+        self._pending.load_arrays(arrays, list(parse_reward(self._grpo.reward, is_imported=False).weights))
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """See `BatchSource`."""
         config, grpo, updates = self._config, self._grpo, self._config.steps_per_rollout
         _, layout = self._made
         number, done = divmod(step - 1, updates)
-        each = [index for index in self._indices(number) for _ in range(grpo.num_generations)]
+        tool_seconds = self._generate_ahead(number, step - 1, state.params)
+        waited = time.perf_counter()
+        rollout, scores, reward_seconds = self._pending.first()
+        waited = time.perf_counter() - waited
+        each, responses, rewards_N = self._rows(number), rollout.responses, scores.rewards
         rows = len(each)
-        began = time.perf_counter()
-        rollout = self._next if grpo.async_rollouts else None
-        if rollout is None or (rollout.number, len(rollout.responses.num_B)) != (number, rows):
-            rollout = self._generate(number, step - 1, state.params)
-        # A checkpoint after an error in a reward contains these responses.
-        self._next = rollout if grpo.async_rollouts else None
-        responses = rollout.responses
-        drawn = time.perf_counter()
-        ids = [self._prompts.ids[index] for index in each]
-        # Before the thread starts, because all processes must run the programs of the devices in the same order.
-        model_scores = self._model_scores(ids, responses, grpo.reward)
-        with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
-            has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
-            following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
-            texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
-            scores = self._scores(self._prompts, texts, tasks, grpo.reward, model_scores)
-            scored = time.perf_counter()
-            if jax.process_count() > 1:
-                # The collectives of the two threads must have the same order in all processes.
-                wait([following])
-            scores = gather_scores(scores, rows)
-            rewards_N = scores.rewards
-            batch = response_batch(config, ids, responses, rewards_N)
+        batch = response_batch(config, [self._prompts.ids[index] for index in each], responses, rewards_N)
         if self._proximal is not None:
             batch[PROXIMAL] = self._proximal(state.params, batch)
-        trained, self._next = following.result()
+        self._pending.remove_first()
         local = layout.local_rows(config.train.global_batch_size)
         for order in step_rows(config, number, rows)[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
+        seconds = Seconds(reward_seconds, waited, tool_seconds)
         metrics = {
-            **scores.metrics(grpo),
-            'rollout/mean_length': float(responses.num_B.mean()),
-            'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
-            'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
-            'rollout/tokens_per_second': responses.drawn / (rollout.ended - rollout.began),
-            'rollout/reward_seconds': scored - drawn,
-            **tool_metrics(responses),
+            **rollout_metrics(rollout, scores, grpo, seconds, step=step),
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
-        if grpo.async_rollouts:
-            ended = self._next.ended if self._next else trained
-            metrics |= {
-                'rollout/hidden_reward_seconds': max(0.0, min(scored, ended) - drawn),
-                'rollout/wait_seconds': drawn - began + max(0.0, ended - max(scored, trained)),
-                'rollout/staleness': float(step - 1 - rollout.step),
-            }
-        text = (
-            f'{rows} responses to {grpo.prompts_per_rollout} prompts: reward {metrics["rollout/reward"]:.3f}, '
-            f'{metrics["rollout/frac_reward_zero_std"]:.0%} of groups with equal rewards, '
-            f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
-            f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
-        )
-        shown = texts if responses.tools is None else self._texts(responses._replace(tools=None))
+        shown = self._texts(responses._replace(tools=None))
         samples = [
             Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
+        return SourceUpdate(metrics, rollout_text(metrics, rows, grpo), samples, waited=waited + tool_seconds)
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
@@ -305,10 +277,35 @@ class RolloutBatches(BatchSource):
         """Returns the indices of the prompts of a rollout."""
         return self._prompts.indices(number, self._grpo.prompts_per_rollout, self._config.data.seed)
 
+    def _rows(self, number: int) -> list[int]:
+        """Returns the index of the prompt of each response of a rollout."""
+        return [index for index in self._indices(number) for _ in range(self._grpo.num_generations)]
+
+    def _generate_ahead(self, number: int, step: int, params: Params) -> float:
+        """Generates the rollouts up to `number` + max_staleness that are missing, and lets all pending ones be scored.
+
+        Returns:
+            Seconds of waits for tools.
+        """
+        updates, ahead = self._config.steps_per_rollout, self._grpo.max_staleness
+        # The last rollout that is trained on; a longer run generates the later ones when it continues.
+        last = min(number + ahead, (self._config.train.num_steps - 1) // updates)
+        numbers = range(number, last + 1)
+        # The checkpoint may be that of a run with a higher limit, or of one that ended within a rollout.
+        self._pending.keep(numbers, lambda rollout: rollout.number * updates - rollout.step <= ahead * updates)
+        for restored in self._pending.unscored:
+            self._start_scoring(restored)
+        tool_seconds = self._waits.seconds
+        for missing in sorted({*numbers} - {*self._pending.numbers}):
+            rollout = self._generate(missing, step, params)
+            self._pending.add(rollout)
+            self._start_scoring(rollout)
+        return self._waits.seconds - tool_seconds
+
     def _generate(self, number: int, step: int, params: Params) -> Rollout:
         """Generates the responses of a rollout with the parameters after `step` updates."""
         sampler, _ = self._made
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), self._waits.seconds
         responses = sampler(
             params,
             [self._prompts.ids[index].tolist() for index in self._indices(number)],
@@ -316,17 +313,15 @@ class RolloutBatches(BatchSource):
             first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
             num_samples=self._grpo.num_generations,
         )
-        return Rollout(number, step, responses, began, time.perf_counter())
+        return Rollout(number, step, responses, time.perf_counter() - began - (self._waits.seconds - waited))
 
-    def _generate_next(self, number: int | None, step: int, params: Params) -> tuple[float, Rollout | None]:
-        """Waits for the parameters, and generates the rollout `number`; None generates none.
-
-        Returns:
-            The time at which the parameters were ready, and the rollout.
-        """
-        jax.block_until_ready(params)
-        trained = time.perf_counter()
-        return trained, None if number is None else self._generate(number, step, params)
+    def _start_scoring(self, rollout: Rollout) -> None:
+        """Computes the scores of the reward model, and lets the other rewards be computed."""
+        each, responses, reward = self._rows(rollout.number), rollout.responses, self._grpo.reward
+        texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
+        # In the main thread, because all processes must run the programs of the devices in the same order.
+        model_scores = self._model_scores([self._prompts.ids[index] for index in each], responses, reward)
+        self._pending.score(rollout.number, lambda: self._scores(self._prompts, texts, tasks, reward, model_scores))
 
     def _prompt_text(self, prompts: Prompts, index: int) -> str:
         return self.tokenizer.decode(prompts.ids[index].tolist())
@@ -371,12 +366,13 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     grpo = config.grpo
     eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
     functions = open_functions(grpo, stack)
+    reward_functions = open_reward_process(grpo, stack) or functions
     tools = open_tools(grpo, encoder, functions)
 
     def read(path: str, reward: str) -> Prompts:
         room = config.data.seq_len - grpo.max_completion_length
         prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
-        check_tasks(prompts, reward, functions)
+        check_tasks(prompts, reward, reward_functions)
         return prompts
 
     prompts = read(grpo.prompts, grpo.reward)
@@ -386,7 +382,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
             f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
         )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
+    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=reward_functions))
     source = RolloutBatches(
         config,
         prompts=prompts,
@@ -397,4 +393,6 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
         tools=tools,
         reward_model=reward_model,
     )
+    # Before the end of the sandbox and of the reward process, which ends the current job.
+    stack.callback(source.close)
     return source, tokenizer.vocab_size

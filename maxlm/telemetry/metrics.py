@@ -85,9 +85,14 @@ METRICS: dict[str, Metric] = {
     'train/entropy': Metric('nats', 'GRPO: entropy of the next-token distribution'),
     'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
     'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model'),
-    'train/importance_weight': Metric('', 'GRPO with grpo.async_rollouts: truncated importance weight'),
+    'train/logprob_difference': Metric(
+        'nats',
+        'GRPO: largest absolute difference between the log-probability of a token in the step and at its sampling; in '
+        'the first step of a rollout with grpo.max_staleness=0, the difference between the programs of both',
+    ),
+    'train/importance_weight': Metric('', 'GRPO with grpo.max_staleness above 0: truncated importance weight'),
     'train/importance_truncated_fraction': Metric(
-        '', 'GRPO with grpo.async_rollouts: fraction of tokens whose importance weight is truncated'
+        '', 'GRPO with grpo.max_staleness above 0: fraction of tokens whose importance weight is truncated'
     ),
     'train/loss_scale': Metric('', 'float16 loss scale used in the step'),
     'train/learning_rate': Metric(
@@ -196,12 +201,19 @@ METRICS: dict[str, Metric] = {
     'rollout/clipped_ratio': Metric('', 'fraction of responses truncated at grpo.max_completion_length'),
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
-    'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
-    # Only with grpo.async_rollouts.
-    'rollout/hidden_reward_seconds': Metric(
-        's', 'part of rollout/reward_seconds during which the previous step ran or the next rollout was generated'
+    'rollout/generate_seconds': Metric('s', 'time spent generating the responses, without that of tools'),
+    'rollout/train_seconds': Metric(
+        's', 'time of the training steps since the previous rollout; since the start of the attempt for the first one'
     ),
-    'rollout/wait_seconds': Metric('s', 'time spent waiting for generation while no responses were scored'),
+    'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
+    'rollout/reward_wait_seconds': Metric('s', 'time for which the devices waited for rewards before the step'),
+    'rollout/tool_wait_seconds': Metric(
+        's', 'time for which the devices waited for tools since the previous rollout was trained on'
+    ),
+    # Only with grpo.max_staleness above 0.
+    'rollout/hidden_reward_seconds': Metric(
+        's', 'part of rollout/reward_seconds during which the devices generated or trained'
+    ),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
     'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),

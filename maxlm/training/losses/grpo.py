@@ -35,6 +35,8 @@ class PolicySums(NamedTuple):
         reference_kl: Σ estimated KL divergence from the reference.
         importance: Σ importance weight.
         truncated: number of tokens whose importance weight is truncated.
+        largest_difference: largest absolute difference of the log-probability of a token from that at sampling time,
+            which is no sum.
     """
 
     objective: jax.Array
@@ -45,6 +47,7 @@ class PolicySums(NamedTuple):
     reference_kl: jax.Array
     importance: jax.Array
     truncated: jax.Array
+    largest_difference: jax.Array
 
 
 def advantages(rewards_N: np.ndarray, config: GrpoConfig) -> np.ndarray:
@@ -114,9 +117,9 @@ def policy_sums(
     all of its tokens. KL is the estimator k3 of Schulman 2020, "Approximating KL Divergence": q/p - log(q/p) - 1 with
     the reference's probability q.
 
-    With `async_rollouts`, the policy that sampled the tokens is older than the proximal policy, which is the policy
-    before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative to the
-    proximal policy, and w = min(p/b, importance_sampling_cap) without gradient, with the probabilities p by the
+    With `max_staleness` above 0, the policy that sampled the tokens is older than the proximal policy, which is the
+    policy before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative
+    to the proximal policy, and w = min(p/b, importance_sampling_cap) without gradient, with the probabilities p by the
     proximal policy and b at sampling time. The truncation is that of Yao et al. 2025. With gspo, p/b is also the
     geometric mean over the tokens of the response.
 
@@ -128,10 +131,10 @@ def policy_sums(
         advantages_BT: advantage of the token's response.
         predicted_BT: 1 at tokens of responses, else 0.
         weights_BT: weights of the tokens in the loss.
-        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef`, `loss_type`, `async_rollouts` and
+        config: section `grpo` of the config; `epsilon`, `epsilon_high`, `kl_coef`, `loss_type`, `max_staleness` and
             `importance_sampling_cap` are used.
-        proximal_BT: with `async_rollouts`, log-probabilities by the proximal policy. None in the first step after a
-            rollout, in which the trained policy is the proximal policy.
+        proximal_BT: with `max_staleness` above 0, log-probabilities by the proximal policy. None in the first step
+            after a rollout, in which the trained policy is the proximal policy.
     """
     # Select before multiplying: positions without a target may contain non-finite values.
     is_predicted = predicted_BT > 0
@@ -147,7 +150,7 @@ def policy_sums(
     log_ratio_BT = old_log_ratio_BT
     importance_BT = jnp.ones_like(log_ratio_BT)
     truncated_BT = jnp.zeros_like(log_ratio_BT)
-    if config.async_rollouts:
+    if config.max_staleness:
         if proximal_BT is None:
             proximal_BT = jax.lax.stop_gradient(log_probs_BT)
         log_ratio_BT = jnp.where(is_predicted, log_probs_BT - proximal_BT, 0)
@@ -157,7 +160,7 @@ def policy_sums(
     ratio_BT = ratio(log_ratio_BT)
     bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
     gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
-    loss_BT = -importance_BT * gain_BT if config.async_rollouts else -gain_BT
+    loss_BT = -importance_BT * gain_BT if config.max_staleness else -gain_BT
     reference_kl_BT = jnp.zeros_like(loss_BT)
     if reference_BT is not None:
         reference_kl_BT = _k3(jnp.where(is_predicted, reference_BT - log_probs_BT, 0))
@@ -175,6 +178,7 @@ def policy_sums(
         reference_kl=total(reference_kl_BT),
         importance=total(importance_BT),
         truncated=total(truncated_BT),
+        largest_difference=jax.lax.stop_gradient(jnp.abs(old_log_ratio_BT).max()),
     )
 
 

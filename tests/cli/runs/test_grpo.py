@@ -63,7 +63,7 @@ def test_the_reward_increases(finished):
 @pytest.fixture(scope='module')
 def asynchronous(start, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('asynchronous') / 'run'
-    assert run(start, workdir, grpo__async_rollouts=True) == EXIT_DONE
+    assert run(start, workdir, grpo__max_staleness=1) == EXIT_DONE
     return workdir
 
 
@@ -202,7 +202,7 @@ def test_another_mesh_learns_the_same(start, finished, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize('is_async', [False, True])
 def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, tmp_path, is_async):
-    words = [*grpo_arguments(start, grpo__async_rollouts=is_async), f'--workdir={tmp_path / "run"}']
+    words = [*grpo_arguments(start, grpo__max_staleness=int(is_async)), f'--workdir={tmp_path / "run"}']
     with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
@@ -225,7 +225,6 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
         ({'grpo__reward': 'no_such_module:f'}, "no module 'no_such_module'"),
         ({'grpo__reward': 'no_such_module:f', 'grpo__sandbox_functions': True}, "no module 'no_such_module'"),
         ({'grpo__tools': "('calculate',)"}, "grpo.tools: 'calculate' is not the name of a function"),
-        ({'grpo__tools': "('math:exp',)", 'grpo__async_rollouts': True}, 'grpo.tools with grpo.async_rollouts=True'),
         ({'grpo__tools': "('math:exp',)"}, "grpo.tools=('math:exp',): the model has no chat template"),
         ({'grpo__eval_reward': 'length + math:zzz'}, "has no 'zzz'"),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
@@ -243,7 +242,7 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm grpo'),
         (
             {'grpo__importance_sampling_cap': 3.0},
-            'grpo.importance_sampling_cap=3 has no effect with grpo.async_rollouts=False',
+            'grpo.importance_sampling_cap=3 has no effect with grpo.max_staleness=0',
         ),
         ({'eval__interval': 3}, 'eval.interval=3 is not a multiple of 2, the number of steps per rollout'),
         ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),
