@@ -43,6 +43,7 @@ class RewardProcess:
             kind, text = receive(self._connection)
         except (EOFError, OSError):
             code = kill(self._process)
+            self._connection.close()
             names = ', '.join(function.name for function in functions)
             raise InputError(
                 f'reward {names}: the import ended its process (exit code {code}); fix the module'
@@ -60,6 +61,7 @@ class RewardProcess:
     def close(self) -> None:
         """Kills the process. A call in another thread ends with an error."""
         kill(self._process)
+        self._connection.close()
 
     def call(self, calls: Sequence[FunctionCall]) -> list[FunctionResult]:
         """Calls functions one after the other and returns their results. After an error, no function is called.

@@ -51,6 +51,9 @@ def test_the_reward_increases(finished):
     # The responses are sampled from the model of the first step; before the second step, the model has changed.
     assert [lines[step]['train/approx_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
     assert all(lines[step]['train/approx_kl'] >= 0 for step in range(1, 9))
+    # Cached decoding and the step differ by rounding, and the second step has another policy.
+    assert all(0 <= lines[step]['train/logprob_difference'] < 1e-4 for step in (1, 3, 5, 7))
+    assert all(lines[step]['train/logprob_difference'] > 1e-2 for step in (2, 4, 6, 8))
     wanted = {'eval/accuracy', 'eval/pass_at_1', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
     assert [wanted <= lines[step].keys() for step in (0, 2, 4, 6, 8)] == [True, False, True, False, True]
     assert lines[8]['eval/loss'] == 1 - lines[8]['eval/accuracy']
