@@ -15,6 +15,8 @@ from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.rl.rollouts import RolloutBatches
 from maxlm.rl.tool_environment import ToolEnvironment
+from maxlm.telemetry.goodput import read_goodput
+from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import curve, params_of, same
 from tests.conftest import ROOT
 from tests.rl.killed_rollouts import calls_in_each_turn
@@ -114,5 +116,13 @@ def test_a_killed_run_resumes_exactly(start, tmp_path, monkeypatch, k, with_tool
         )
     assert curve(tmp_path / 'killed') == curve(tmp_path / 'whole')
     assert same(params_of(tmp_path / 'killed', LAST), params_of(tmp_path / 'whole', LAST))
+    # The ledger of the run has the waits of its rollouts.
+    lines = [line for line in read_metrics(tmp_path / 'whole') if 'rollout/reward' in line]
+    names = ('rollout/reward_wait_seconds', 'rollout/tool_wait_seconds')
+    waits = [sum(line.get(name, 0.0) for name in names) for line in lines]
+    assert read_goodput(tmp_path / 'whole').totals['reward_wait'] == pytest.approx(sum(waits), abs=0.05)
+    assert all(line['rollout/train_seconds'] > 0 for line in lines[1:])
+    if k == 0:
+        assert min(line['rollout/reward_wait_seconds'] for line in lines) > 0.05
     # Negative control: training changes the parameters.
     assert not same(params_of(tmp_path / 'whole', 4), params_of(tmp_path / 'whole', LAST))

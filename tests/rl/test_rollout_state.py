@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from maxlm.planning.estimate.state_bytes import checkpoint_bytes, pending_bytes
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Responses, ToolUse
 from maxlm.rl.rollout_state import Rollout, from_arrays, to_arrays
+from tests.small import small_config
 
 NAMES = ('exact', 'my_rewards:brevity')
 
@@ -56,3 +58,18 @@ def test_the_arrays_of_former_versions_can_be_read():
     assert found.responses.tools is None
     for name, field in {'tokens': 0, 'log_probs': 1, 'lengths': 2, 'ended': 3}.items():
         np.testing.assert_array_equal(found.responses[field], arrays[name])
+
+
+@pytest.mark.parametrize('has_tools', [False, True])
+def test_the_plan_counts_the_arrays_of_tokens(has_tools):
+    settings = {'train__objective': 'grpo', 'train__global_batch_size': 2, 'data__seq_len': 8}
+    settings |= {f'grpo__{key}': 2 for key in ('num_generations', 'max_staleness')}
+    settings |= {'grpo__prompts_per_rollout': 1, 'grpo__max_completion_length': 5}
+    settings |= {'grpo__tools': ('my_tools:calculate',)} if has_tools else {}
+    config = small_config(**settings)
+    arrays = to_arrays([(rollout(number, (5, 5), has_tools=has_tools), None) for number in (1, 2)])
+    # The sampler's tokens are int32.
+    sizes = [arrays['tokens'].astype(np.int32).nbytes, arrays['log_probs'].nbytes]
+    assert pending_bytes(config) == sum(sizes) + (arrays['generated'].nbytes if has_tools else 0)
+    synchronous = small_config(**{**settings, 'grpo__max_staleness': 0})
+    assert checkpoint_bytes(config) - checkpoint_bytes(synchronous) == pending_bytes(config) > 0

@@ -117,10 +117,11 @@ def test_the_documented_reward_of_the_user(start, tmp_path, monkeypatch):
     assert line['rollout/reward'] == pytest.approx(line['rollout/reward/numeric'] + 0.5)
 
 
-def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('k', [0, 1])
+def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, capsys, k):
     body = 'def f(response, prompt):\n    return 1 / (prompt["answer"] + (response == "0"))'
     name = write_module(tmp_path, monkeypatch, body)
-    settings = user_prompts(tmp_path, 1, 1, 0, 1)
+    settings = user_prompts(tmp_path, 1, 1, 0, 1) | {'grpo__max_staleness': k}
     assert run(start, tmp_path / 'run', grpo__reward=f'{name}:f', **settings) == EXIT_BAD_INPUT
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f'mine.jsonl:3: the reward {name}:f raised ZeroDivisionError' in error
