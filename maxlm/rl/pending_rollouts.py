@@ -109,7 +109,8 @@ class PendingRollouts:
         jobs = [entry.future for entry in self._queue]
         done = np.array([job is not None and job.done() and job.exception() is None for job in jobs], bool)
         if jax.process_count() > 1 and jobs:
-            done = np.asarray(multihost_utils.process_allgather(done)).reshape(-1, len(jobs)).all(axis=0)
+            in_all = np.asarray(multihost_utils.process_allgather(done)).reshape(-1, len(jobs))
+            done = np.asarray(in_all.all(axis=0))
         for entry, is_done in zip(self._queue, done, strict=True):
             if is_done and entry.scores is None:
                 assert entry.future is not None

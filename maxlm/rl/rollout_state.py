@@ -88,8 +88,11 @@ def from_arrays(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[
         tools = None
         if 'generated' in arrays:
             tools = ToolUse(arrays['generated'][row], *arrays['calls'][row])
-        fields = (arrays[name][row] for name in ('tokens', 'log_probs', 'lengths', 'ended'))
-        rollout = Rollout(number, step, Responses(*fields, passes, tools), float(arrays['seconds'][row]))
+        tokens_BR, log_probs_BR, num_B, ended_B = (
+            arrays[name][row] for name in ('tokens', 'log_probs', 'lengths', 'ended')
+        )
+        responses = Responses(tokens_BR, log_probs_BR, num_B, ended_B, passes, tools)
+        rollout = Rollout(number, step, responses, float(arrays['seconds'][row]))
         scores = None
         if is_scored:
             rewards_N, failed_N, *components = arrays['scores'][row]
