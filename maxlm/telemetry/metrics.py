@@ -86,9 +86,7 @@ METRICS: dict[str, Metric] = {
     'train/approx_kl': Metric('nats', 'GRPO: KL divergence from the model that generated the responses'),
     'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model'),
     'train/logprob_difference': Metric(
-        'nats',
-        'GRPO: largest absolute difference between the log-probability of a token in the step and at its sampling; in '
-        'the first step of a rollout with grpo.max_staleness=0, the difference between the programs of both',
+        'nats', 'GRPO: largest absolute difference between the log-probability of a token in the step and when sampled'
     ),
     'train/importance_weight': Metric('', 'GRPO with grpo.max_staleness above 0: truncated importance weight'),
     'train/importance_truncated_fraction': Metric(
@@ -202,18 +200,12 @@ METRICS: dict[str, Metric] = {
     'rollout/entropy': Metric('nats', 'mean negative log-probability of the sampled tokens'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
     'rollout/generate_seconds': Metric('s', 'time spent generating the responses, without that of tools'),
-    'rollout/train_seconds': Metric(
-        's', 'time of the training steps since the previous rollout; since the start of the attempt for the first one'
-    ),
+    'rollout/train_seconds': Metric('s', 'time of the steps since the previous rollout of this attempt'),
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     'rollout/reward_wait_seconds': Metric('s', 'time for which the devices waited for rewards before the step'),
-    'rollout/tool_wait_seconds': Metric(
-        's', 'time for which the devices waited for tools since the previous rollout was trained on'
-    ),
+    'rollout/tool_wait_seconds': Metric('s', 'time for which the devices waited for tools since the previous rollout'),
     # Only with grpo.max_staleness above 0.
-    'rollout/hidden_reward_seconds': Metric(
-        's', 'part of rollout/reward_seconds during which the devices generated or trained'
-    ),
+    'rollout/hidden_reward_seconds': Metric('s', 'part of rollout/reward_seconds that the devices did not wait for'),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
     'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),
