@@ -221,21 +221,16 @@ def check_grpo(config: Config) -> None:
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
             'eval.interval=0'
         )
-    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.async_rollouts:
+    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.max_staleness:
         raise InputError(
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
-            'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
+            'grpo.max_staleness=0; set grpo.max_staleness=1 or remove the key'
         )
     _check_estimator(grpo)
     if grpo.max_completion_length >= seq_len:
         raise InputError(
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
             f'data.seq_len={seq_len}; lower it'
-        )
-    if grpo.tools and grpo.async_rollouts:
-        raise InputError(
-            'grpo.tools with grpo.async_rollouts=True: tool calls are not supported in asynchronous rollouts; set '
-            'grpo.async_rollouts=False'
         )
     for name in grpo.tools:
         if not isinstance(name, str) or not is_function_name(name):
@@ -295,7 +290,7 @@ def _check_estimator(grpo: GrpoConfig) -> None:
         )
     if grpo.max_num_gen_batches > 1:
         for key, value, expected in (
-            ('async_rollouts', grpo.async_rollouts, False),
+            ('max_staleness', grpo.max_staleness, 0),
             ('advantage_estimator', grpo.advantage_estimator == 'gae' and 'gae', False),
         ):
             if value != expected:
@@ -344,10 +339,10 @@ def _check_environment(grpo: GrpoConfig) -> None:
                 f'grpo.{key}={value!r} has no effect with grpo.environment={name}; remove it, or set '
                 "grpo.environment=''"
             )
-    if grpo.async_rollouts:
+    if grpo.max_staleness:
         raise InputError(
-            f'grpo.environment={name} with grpo.async_rollouts=True: environments are not supported in asynchronous '
-            'rollouts; set grpo.async_rollouts=False'
+            f'grpo.environment={name} with grpo.max_staleness={grpo.max_staleness}: checkpoints do not contain '
+            'conversations with environments; set grpo.max_staleness=0'
         )
 
 

@@ -32,6 +32,7 @@ from maxlm.rl.environments.protocol import Environment
 from maxlm.rl.responses import EnvironmentUse, Responses
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_generator import Sampler
+from maxlm.rl.timed_environment import Stopwatch
 from maxlm.rl.tool_environment import Reply
 from maxlm.rl.tool_sampler import ToolSampler
 from maxlm.storage.json_text import parse_json
@@ -52,6 +53,7 @@ class EnvironmentSampler:
         layout: Layout,
         *,
         ends: Sequence[int],
+        stopwatch: Stopwatch,
     ):
         """Initializes the sampler.
 
@@ -61,8 +63,9 @@ class EnvironmentSampler:
             config: resolved config of the run.
             layout: layout of the parameters.
             ends: token ids that end a turn.
+            stopwatch: receives the seconds of the environments.
         """
-        self._environments, self._grpo = environments, config.grpo
+        self._environments, self._grpo, self._stopwatch = environments, config.grpo, stopwatch
         self._max_prompt = config.data.seq_len - config.grpo.max_completion_length
         self._turns = ToolSampler(sampler, self, config, layout, ends=ends)
         # Of the present call, one for each row.
@@ -99,7 +102,7 @@ class EnvironmentSampler:
             max_turns=self._grpo.max_turns,
         )
         self._failures, self._tools, self._num_calls = {}, {}, {}
-        prompts = self._prompts(run_in_first_process(conversations.open), num_samples)
+        prompts = self._prompts(self._timed(conversations.open), num_samples)
         responses = self._turns(
             params,
             prompts,
@@ -124,12 +127,16 @@ class EnvironmentSampler:
         conversations = self._conversations
         assert conversations is not None, 'replies are part of a call'
         # JSON has no integers as names.
-        found = run_in_first_process(lambda: list(conversations.step(messages).items()))
+        found = self._timed(lambda: list(conversations.step(messages).items()))
         answers = {row: answer for row, answer in found if answer is not None}
         return [
             self._reply(row, messages[row], turn, answers[row]) if row in answers else None
             for row, turn in zip(rows, turns, strict=True)
         ]
+
+    def _timed(self, function: Callable[[], Any]) -> Any:
+        with self._stopwatch.running():
+            return run_in_first_process(function)
 
     def _prompts(self, opened: Sequence[Mapping[str, Any]], num_samples: int) -> list[list[int]]:
         """Returns the prompt of each group; other prompts of the same group are failures."""
@@ -211,7 +218,7 @@ class EnvironmentSampler:
             for row in np.flatnonzero(~responses.ended_B).tolist()
             if row not in self._failures
         }
-        closed = run_in_first_process(lambda: conversations.close(cut))
+        closed = self._timed(lambda: conversations.close(cut))
         for row, one in enumerate(closed):
             if 'failure' in one:
                 self._failures[row] = one_line(one['failure'])

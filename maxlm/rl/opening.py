@@ -17,7 +17,7 @@ from maxlm.rl.environment_sampler import open_environments
 from maxlm.rl.environments.loading import read_examples
 from maxlm.rl.environments.protocol import Environment
 from maxlm.rl.reward_model import open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions
+from maxlm.rl.rewards.open_functions import open_functions, open_reward_process
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rl.rewards.scorer import RewardScorer, check_tasks
 from maxlm.rl.rollouts import RolloutBatches
@@ -38,6 +38,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     grpo = config.grpo
     eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
     functions = open_functions(grpo, stack)
+    reward_functions = open_reward_process(grpo, stack) or functions
     tools, environments = open_tools(grpo, encoder, functions), open_environments(grpo, encoder)
 
     def read(path: str, reward: str, split: str) -> Prompts:
@@ -45,7 +46,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
             return _examples(path, environments.create, split)
         room = config.data.seq_len - grpo.max_completion_length
         prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
-        check_tasks(prompts, reward, functions)
+        check_tasks(prompts, reward, reward_functions)
         return prompts
 
     prompts = read(grpo.prompts, grpo.reward, 'train')
@@ -55,7 +56,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
             f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts or grpo.environment} has only '
             f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
         )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
+    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=reward_functions))
     source = RolloutBatches(
         config,
         prompts=prompts,
@@ -67,6 +68,8 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
         reward_model=reward_model,
         environments=environments,
     )
+    # Before the end of the sandbox and of the reward process, which ends the current job.
+    stack.callback(source.close)
     return source, tokenizer.vocab_size
 
 

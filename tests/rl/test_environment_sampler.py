@@ -274,7 +274,7 @@ def test_a_value_head_learns_from_conversations(start, tmp_path, monkeypatch):
         ({'grpo__environment_args': '[1]'}, 'must be a JSON object'),
         ({'grpo__environment': ''}, 'grpo.environment_args=\'{"high": 7}\' has no effect'),
         ({'grpo__reward': 'length'}, "grpo.reward='length' has no effect with grpo.environment"),
-        ({'grpo__async_rollouts': True}, 'environments are not supported in asynchronous rollouts'),
+        ({'grpo__max_staleness': 1}, 'checkpoints do not contain conversations with environments'),
         ({'grpo__soft_punish_cache': 4}, 'grpo.soft_punish_cache=4 has no effect with grpo.environment'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__prompts_per_rollout': 80}, 'has only 64 prompts'),

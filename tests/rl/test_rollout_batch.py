@@ -69,7 +69,7 @@ def test_proximal_log_probabilities_are_those_of_the_sampler(sampled):
     config, layout, params, _, batch = sampled
     # Three rows at a time.
     train = dataclasses.replace(config.train, per_device_batch_size=3)
-    grpo = dataclasses.replace(config.grpo, async_rollouts=True, prompts_per_rollout=3, num_iterations=2)
+    grpo = dataclasses.replace(config.grpo, max_staleness=1, prompts_per_rollout=3, num_iterations=2)
     passes = make_passes(dataclasses.replace(config, train=train, grpo=grpo), layout)
     predicted = batch['predicted'] > 0
 

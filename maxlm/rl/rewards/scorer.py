@@ -17,8 +17,17 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rl.rewards.code_task import sandbox_jobs
 from maxlm.rl.rewards.prompts import Prompts
-from maxlm.rl.rewards.rewards import NEED_SANDBOX, REWARDS, TOKEN_REWARDS, Score, Task, find_reward, parse_reward
-from maxlm.sandbox.functions import FunctionPool, num_cores
+from maxlm.rl.rewards.rewards import (
+    NEED_SANDBOX,
+    REWARDS,
+    TOKEN_REWARDS,
+    Functions,
+    Score,
+    Task,
+    find_reward,
+    parse_reward,
+)
+from maxlm.sandbox.functions import num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
@@ -81,7 +90,7 @@ class RewardScorer:
         *rewards: str,
         workers: int | None = None,
         limits: SandboxLimits | None = None,
-        functions: FunctionPool | None = None,
+        functions: Functions | None = None,
     ):
         """
         Args:
@@ -89,7 +98,7 @@ class RewardScorer:
             rewards: further sums for `score`; they share the sandbox.
             workers: number of programs that run at the same time; defaults to the number of cores of this process.
             limits: resource limits of programs.
-            functions: sandbox of the rewards of the user; None = they run in this process.
+            functions: sandbox or process of the rewards of the user; None = they run in this process.
 
         Raises:
             InputError: a sum cannot be parsed, or this machine cannot isolate untrusted programs.
@@ -157,7 +166,7 @@ class RewardScorer:
         )
 
 
-def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = None) -> None:
+def check_tasks(prompts: Prompts, reward: str, functions: Functions | None = None) -> None:
     """Checks before training that each task has valid values for all keys that a sum of rewards requires.
 
     A reward of the user is only called for the first task, because it may be slow. It runs in `functions` if given.
@@ -177,7 +186,7 @@ def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = 
                 raise InputError(f'{prompts.location(index)}: {error}') from error
 
 
-def _check_by(name: str, functions: FunctionPool | None = None) -> Callable[[Task], None]:
+def _check_by(name: str, functions: Functions | None = None) -> Callable[[Task], None]:
     def check(task: Task) -> None:
         find_reward(name, functions, is_check=True)([PROBE_RESPONSE], [task], None)
 
