@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.rl.responses import EnvironmentUse, Responses
+from maxlm.rl.generation.responses import EnvironmentUse, Responses
 from maxlm.rl.rewards.scorer import Scores
 
 

@@ -13,16 +13,16 @@ from maxlm.config.schema import Config
 from maxlm.config.validation_rl import check_grpo
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.errors import InputError
-from maxlm.rl.environment_sampler import open_environments
 from maxlm.rl.environments.loading import read_examples
 from maxlm.rl.environments.protocol import Environment
+from maxlm.rl.generation.environment_sampler import open_environments
+from maxlm.rl.generation.tool_environment import open_tools
 from maxlm.rl.reward_model import open_reward_model
 from maxlm.rl.rewards.open_functions import open_functions, open_reward_process
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rl.rewards.scorer import RewardScorer, check_tasks
 from maxlm.rl.rollouts import RolloutBatches
 from maxlm.rl.token_rewards import check_overlong
-from maxlm.rl.tool_environment import open_tools
 from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.workdir.files import TOKENIZER
 

@@ -105,17 +105,22 @@ class PendingRollouts:
         self._queue.popleft()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Returns the rollouts for a checkpoint, with the scores that are known by now in all processes."""
-        jobs = [entry.future for entry in self._queue]
+        """Returns the rollouts for a checkpoint, with the scores that are known by now in all processes.
+
+        Conversations with environments are not in it. They are generated again by the same parameters, because
+        `grpo.max_staleness` is 0 with environments.
+        """
+        queue = [entry for entry in self._queue if entry.rollout.responses.environment is None]
+        jobs = [entry.future for entry in queue]
         done = np.array([job is not None and job.done() and job.exception() is None for job in jobs], bool)
         if jax.process_count() > 1 and jobs:
             in_all = np.asarray(multihost_utils.process_allgather(done)).reshape(-1, len(jobs))
             done = np.asarray(in_all.all(axis=0))
-        for entry, is_done in zip(self._queue, done, strict=True):
+        for entry, is_done in zip(queue, done, strict=True):
             if is_done and entry.scores is None:
                 assert entry.future is not None
                 entry.scores = gather_scores(entry.future.result()[0], len(entry.rollout.responses.num_B))
-        return to_arrays([(entry.rollout, entry.scores) for entry in self._queue])
+        return to_arrays([(entry.rollout, entry.scores) for entry in queue])
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> None:
         """Replaces the rollouts by those of `to_arrays`; `names` are the rewards of the sum."""

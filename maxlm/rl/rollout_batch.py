@@ -18,7 +18,7 @@ from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.data.loader.windows import Batch
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_log_probs

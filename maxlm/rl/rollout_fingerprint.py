@@ -6,7 +6,7 @@ from typing import Any
 
 from maxlm.config.schema import Config
 from maxlm.data.loader.shuffle import VERSION
-from maxlm.rl.environment_sampler import Environments
+from maxlm.rl.generation.environment_sampler import Environments
 from maxlm.rl.reward_model import RewardModel
 from maxlm.rl.rewards.prompts import Prompts
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.rl.environment_sampler import environment_metrics
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.environment_sampler import environment_metrics
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.tool_sampler import tool_metrics
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.tool_sampler import tool_metrics
 
 
 class Seconds(NamedTuple):

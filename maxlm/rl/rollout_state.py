@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.rl.responses import Responses, ToolUse
+from maxlm.rl.generation.responses import Responses, ToolUse
 from maxlm.rl.rewards.scorer import Scores
 
 # Values of a row of the array `numbers`. Former versions wrote one rollout, as one row of the first three.

@@ -35,22 +35,22 @@ from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
 from maxlm.rl.dynamic_sampling import ScoredRollout, fill_groups
-from maxlm.rl.environment_sampler import Environments, EnvironmentSampler, seeded_examples
+from maxlm.rl.generation.environment_sampler import Environments, EnvironmentSampler, seeded_examples
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.timed_environment import Stopwatch, TimedEnvironment
+from maxlm.rl.generation.tool_environment import ToolEnvironment
+from maxlm.rl.generation.tool_sampler import ToolSampler
 from maxlm.rl.pending_rollouts import PendingRollouts
-from maxlm.rl.responses import Responses
 from maxlm.rl.reward_model import RewardModel
 from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError, parse_reward
 from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_passes, response_rows, scored_rows, step_rows, with_advantages
 from maxlm.rl.rollout_fingerprint import rollout_fingerprint
-from maxlm.rl.rollout_generator import Sampler
 from maxlm.rl.rollout_metrics import Seconds, rollout_metrics, rollout_text
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.timed_environment import Stopwatch, TimedEnvironment
 from maxlm.rl.token_rewards import TokenRewards, token_rewards
-from maxlm.rl.tool_environment import ToolEnvironment
-from maxlm.rl.tool_sampler import ToolSampler
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params

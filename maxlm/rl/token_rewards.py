@@ -11,7 +11,7 @@ import numpy as np
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.reward_model import RewardModel
 from maxlm.rl.rewards.rewards import MODEL_SCORE, OVERLONG, parse_reward
 

@@ -16,7 +16,7 @@ from maxlm.checkpoint.manager import saved_steps
 from maxlm.cli.runs import grpo
 from maxlm.errors import exit_code
 from maxlm.inference.tool_calls import ToolCall
-from maxlm.rl.tool_environment import ToolEnvironment
+from maxlm.rl.generation.tool_environment import ToolEnvironment
 from maxlm.trainer.metric_logger import MetricLogger
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.rl.dynamic_sampling import ScoredRollout, differ, fill_groups
-from maxlm.rl.responses import EnvironmentUse, Responses, ToolUse
+from maxlm.rl.generation.responses import EnvironmentUse, Responses, ToolUse
 from maxlm.rl.rewards.scorer import Scores
 
 GRPO = GrpoConfig(num_generations=2, max_num_gen_batches=4)

@@ -13,8 +13,8 @@ from maxlm.cli.runs import grpo
 from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_DONE, exit_code
+from maxlm.rl.generation.tool_environment import ToolEnvironment
 from maxlm.rl.rollouts import RolloutBatches
-from maxlm.rl.tool_environment import ToolEnvironment
 from maxlm.telemetry.goodput import read_goodput
 from maxlm.telemetry.metrics import read_metrics
 from tests.cli.runs.test_train import curve, params_of, same

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.rl.rollout_batch import KL, gather_scores, make_passes, response_rows, scored_rows, with_advantages
-from maxlm.rl.rollout_generator import Sampler
 from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_forward, make_log_probs
 from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened

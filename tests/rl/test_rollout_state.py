@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from maxlm.planning.estimate.state_bytes import checkpoint_bytes, pending_bytes
-from maxlm.rl.responses import Responses, ToolUse
+from maxlm.rl.generation.responses import Responses, ToolUse
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_state import Rollout, from_arrays, to_arrays
 from tests.small import small_config

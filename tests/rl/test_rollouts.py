@@ -10,7 +10,7 @@ import pytest
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import InputError
 from maxlm.rl import rollouts
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.prompts import read_prompts
 from maxlm.rl.rewards.rewards import UserRewardError
 from maxlm.rl.rewards.scorer import Scores

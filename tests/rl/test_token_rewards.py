@@ -8,7 +8,7 @@ from trl.rewards import get_soft_overlong_punishment
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
-from maxlm.rl.responses import Responses
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.rl.token_rewards import check_overlong, soft_overlong_punishment, token_rewards
 

@@ -11,7 +11,7 @@ from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.tool_calls import ToolCall
-from maxlm.rl.tool_environment import ToolEnvironment
+from maxlm.rl.generation.tool_environment import ToolEnvironment
 from tests.cli.runs.test_train import curve
 from tests.conftest import ROOT
 from tests.processes import Processes

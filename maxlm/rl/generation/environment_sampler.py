@@ -29,12 +29,12 @@ from maxlm.rl.environments.conversations import Conversations, SeededExample
 from maxlm.rl.environments.first_process import run_in_first_process
 from maxlm.rl.environments.loading import load_environment
 from maxlm.rl.environments.protocol import Environment
-from maxlm.rl.responses import EnvironmentUse, Responses
+from maxlm.rl.generation.responses import EnvironmentUse, Responses
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.timed_environment import Stopwatch
+from maxlm.rl.generation.tool_environment import Reply
+from maxlm.rl.generation.tool_sampler import ToolSampler
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_generator import Sampler
-from maxlm.rl.timed_environment import Stopwatch
-from maxlm.rl.tool_environment import Reply
-from maxlm.rl.tool_sampler import ToolSampler
 from maxlm.storage.json_text import parse_json
 from maxlm.training.state import Params
 
@@ -119,7 +119,7 @@ class EnvironmentSampler:
     def replies(
         self, rows: Sequence[int], turns: Sequence[Sequence[int]], max_calls: Sequence[int]
     ) -> list[Reply | None]:
-        """See `maxlm.rl.tool_environment.TurnReplies`. `grpo.max_turns` is the only limit on replies."""
+        """See `maxlm.rl.generation.tool_environment.TurnReplies`. `grpo.max_turns` is the only limit on replies."""
         del max_calls
         messages = {
             row: self._message(row, turn) for row, turn in zip(rows, turns, strict=True) if row not in self._failures

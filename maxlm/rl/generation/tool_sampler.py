@@ -15,10 +15,10 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
-from maxlm.rl.responses import Responses, ToolUse
-from maxlm.rl.rollout_generator import Sampler
-from maxlm.rl.tool_continuation import ContinuationSampler
-from maxlm.rl.tool_environment import TurnReplies
+from maxlm.rl.generation.responses import Responses, ToolUse
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.tool_continuation import ContinuationSampler
+from maxlm.rl.generation.tool_environment import TurnReplies
 from maxlm.training.state import Params
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
-from maxlm.rl.tool_environment import Reply, TurnReplies
+from maxlm.rl.generation.tool_environment import Reply, TurnReplies
 
 
 @dataclasses.dataclass

@@ -14,10 +14,18 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.rl.environment_sampler import Environments, EnvironmentSampler, environment_metrics, seeded_examples
 from maxlm.rl.environments import first_process
+from maxlm.rl.generation.environment_sampler import (
+    Environments,
+    EnvironmentSampler,
+    environment_metrics,
+    seeded_examples,
+)
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.timed_environment import Stopwatch
+from maxlm.rl.pending_rollouts import PendingRollouts
 from maxlm.rl.rollout_batch import response_rows, with_advantages
-from maxlm.rl.rollout_generator import Sampler
+from maxlm.rl.rollout_state import Rollout
 from maxlm.training.state import init_state
 from tests.cli.runs.test_train import curve, params_of, same
 from tests.small import small_config, small_layout
@@ -82,7 +90,7 @@ def sampled():
     # Several ends, so that a random model ends turns.
     ends = (CHAT.end_of_turn, *range(5))
     first = Sampler(config, layout, ends=ends, max_prompt=T - R, max_tokens=R)
-    sampler = EnvironmentSampler(first, Environments(Recorder, CHAT), config, layout, ends=ends)
+    sampler = EnvironmentSampler(first, Environments(Recorder, CHAT), config, layout, ends=ends, stopwatch=Stopwatch())
     return config, layout, params, sampler
 
 
@@ -173,6 +181,16 @@ def test_groups_without_their_failed_responses(sampled):
         assert batch['advantages'][row, places] == pytest.approx(expected[row] if used[row] else 0)
         assert bool(batch['weights'][row].any()) == used[row]
     assert not with_advantages(config, rows, rewards, np.arange(4) == 1)[0]['weights'].any()
+
+
+def test_a_checkpoint_contains_no_conversations(sampled):
+    pending = PendingRollouts(in_background=False)
+    responses = draw(sampled, 'abc')
+    pending.add(Rollout(0, 0, responses, 1.0))
+    assert pending.to_arrays() == {}
+    # Negative control: answers to prompts are part of it.
+    pending.add(Rollout(1, 0, responses._replace(environment=None), 1.0))
+    assert pending.to_arrays()['numbers'][:, 0].tolist() == [1]
 
 
 @pytest.fixture(scope='module')

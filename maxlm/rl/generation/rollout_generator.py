@@ -31,8 +31,8 @@ from maxlm.model.smear import NO_TOKEN
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.host_offload import to_device
 from maxlm.parallel.layout import Layout
-from maxlm.rl.responses import Responses
-from maxlm.rl.rollout_shape import plan_runs
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_shape import plan_runs
 from maxlm.training.state import Params, abstract_model
 
 

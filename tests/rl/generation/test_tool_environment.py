@@ -11,7 +11,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
 from maxlm.rl.environments import first_process
-from maxlm.rl.tool_environment import open_tools
+from maxlm.rl.generation.tool_environment import open_tools
 from tests.user_modules import write_module
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
