@@ -3,7 +3,7 @@
     python -m benchmarks.async_rollouts --config=configs/TASK.py:rl [--config.KEY=VALUE …]
         [--output=FILE] [--figure=FILE]
 
-Runs `maxlm grpo` twice, one run after the other, with `grpo.async_rollouts` False and True. Records the rewards of the
+Runs `maxlm grpo` twice, one run after the other, with `grpo.max_staleness` 0 and 1. Records the rewards of the
 rollouts and the evaluations on held-out problems by the minutes since the first rollout, prints a line for each run,
 and plots both. `train.init_from` must name a run of SFT.
 """
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
                 f'--workdir={directory}/run',
                 '--config.metrics.tensorboard=False',
                 '--config.metrics.device_stats_interval_seconds=0',
-                f'--config.grpo.async_rollouts={name == "asynchronous"}',
+                f'--config.grpo.max_staleness={int(name == "asynchronous")}',
                 *(f'--config.{override}' for override in overrides),
             )
             results[name] = {'seconds': seconds, **summary(read_metrics(Path(directory) / 'run'))}

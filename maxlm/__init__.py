@@ -15,11 +15,14 @@ __path__ += [f'{__path__[0]}/cli/{group}' for group in ('setup', 'runs', 'models
 _EXPORTS = {
     'Config': 'maxlm.api.config',
     'Dataset': 'maxlm.api.dataset',
+    'Environment': 'maxlm.rl.environments.protocol',
+    'EnvironmentStep': 'maxlm.rl.environments.protocol',
     'Model': 'maxlm.api.model',
     'Plan': 'maxlm.api.plan',
     'Run': 'maxlm.api.run',
     'StateCallback': 'maxlm.trainer.callbacks',
     'Trainer': 'maxlm.api.trainer',
+    'Trajectory': 'maxlm.rl.environments.protocol',
     'init_state': 'maxlm.training.state',
     'load': 'maxlm.api.model',
     'make_mesh': 'maxlm.api.mesh',
@@ -28,11 +31,14 @@ _EXPORTS = {
 __all__ = [
     'Config',
     'Dataset',
+    'Environment',
+    'EnvironmentStep',
     'Model',
     'Plan',
     'Run',
     'StateCallback',
     'Trainer',
+    'Trajectory',
     '__version__',
     'init_state',
     'load',
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
     from maxlm.api.plan import Plan
     from maxlm.api.run import Run
     from maxlm.api.trainer import Trainer
+    from maxlm.rl.environments.protocol import Environment, EnvironmentStep, Trajectory
     from maxlm.trainer.callbacks import StateCallback
     from maxlm.training.state import init_state
     from maxlm.training.step import make_train_step

@@ -28,7 +28,7 @@ OWN_MESSAGES = {
     'sandbox/worker.py': 'command line from the pool of sandboxes',
     'sandbox/program/function_call.py': 'pipe from the pool of sandboxes',
     'inference/engine/grammar_worker.py': 'vocabulary from the process of the engine',
-    'rl/tool_environment.py': 'broadcast between the processes of a run',
+    'rl/environments/first_process.py': 'broadcast between the processes of a run',
     'checkpoint/manager.py': 'broadcast between the processes of a run',
     'runtime/heartbeat.py': 'key-value store of the processes of a run',
     'telemetry/wandb.py': 'pipe from the parent process',

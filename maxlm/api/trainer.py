@@ -10,7 +10,7 @@ from maxlm.api.run import Run
 from maxlm.config.config_files import default_workdir
 from maxlm.config.schema import Config
 from maxlm.errors import EXIT_FAILED, InputError
-from maxlm.rl.rollouts import open_rollouts
+from maxlm.rl.opening import open_rollouts
 from maxlm.runtime.heartbeat import Heartbeats
 from maxlm.runtime.initialize import initialize
 from maxlm.storage.paths import given_path

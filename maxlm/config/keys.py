@@ -186,7 +186,9 @@ def current_key(name: str, value: Any = None) -> tuple[str, Any]:
     if name not in former:
         return name, value
     key, renamed = former[name]
-    if isinstance(value, str):
+    if renamed.was_bool:
+        value = _number_of_switch(value)
+    elif isinstance(value, str):
         value = renamed.values.get(value, value)
     elif isinstance(value, int) and renamed.least is not None:
         value = max(value, renamed.least)
@@ -211,6 +213,13 @@ def current_config(sections: Mapping[str, Any]) -> dict[str, Any]:
         if declared.value_before is not None and isinstance(current.get(declared.section), dict):
             current[declared.section].setdefault(declared.name, declared.value_before.value)
     return current
+
+
+def _number_of_switch(value: Any) -> Any:
+    """Returns 0 or 1, as a text for a text; other values unchanged."""
+    if isinstance(value, str) and value.lower() in _WORDS:
+        return str(int(_WORDS[value.lower()]))
+    return int(value) if isinstance(value, bool) else value
 
 
 @functools.cache

@@ -323,7 +323,7 @@ class Config:
 
         If one step trains on each rollout, they are those of the policy itself.
         """
-        return self.grpo.async_rollouts and self.steps_per_rollout > 1
+        return self.grpo.max_staleness > 0 and self.steps_per_rollout > 1
 
     @property
     def by_budget(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from fnmatch import fnmatchcase
 
 from maxlm.config.schema import Config, DataConfig, ModelConfig
@@ -11,6 +12,7 @@ from maxlm.config.sections.optimizer import GuardConfig
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.config.user_function import is_function_name
 from maxlm.errors import InputError
+from maxlm.storage.json_text import parse_json
 
 
 def check_adapters(model: ModelConfig) -> None:
@@ -203,35 +205,32 @@ def check_grpo(config: Config) -> None:
         raise InputError(
             f'train.objective={train.objective}: maxlm grpo requires train.objective=grpo; set it, or use maxlm train'
         )
+    _check_environment(grpo)
     required = {
         'train.init_from': train.init_from,
-        'grpo.prompts': grpo.prompts,
+        # An environment may have examples of its own.
+        'grpo.prompts': grpo.prompts or grpo.environment,
         'grpo.max_completion_length': grpo.max_completion_length,
     }
     if missing := {key: value for key, value in required.items() if not value}:
         found = ', '.join(f'{key}={value!r}' for key, value in missing.items())
         values = 'a value' if len(missing) == 1 else 'values'
         raise InputError(f'{found}: maxlm grpo requires {values}; set {" and ".join(missing)}')
-    if config.eval.interval and not grpo.eval_prompts:
+    if config.eval.interval and not (grpo.eval_prompts or grpo.environment):
         raise InputError(
             "grpo.eval_prompts='' with eval.interval: set grpo.eval_prompts to a file of prompts, or set "
             'eval.interval=0'
         )
-    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.async_rollouts:
+    if grpo.importance_sampling_cap != GrpoConfig.importance_sampling_cap and not grpo.max_staleness:
         raise InputError(
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
-            'grpo.async_rollouts=False; set grpo.async_rollouts=True or remove the key'
+            'grpo.max_staleness=0; set grpo.max_staleness=1 or remove the key'
         )
     _check_estimator(grpo)
     if grpo.max_completion_length >= seq_len:
         raise InputError(
             f'grpo.max_completion_length={grpo.max_completion_length} leaves no tokens for a prompt in '
             f'data.seq_len={seq_len}; lower it'
-        )
-    if grpo.tools and grpo.async_rollouts:
-        raise InputError(
-            'grpo.tools with grpo.async_rollouts=True: tool calls are not supported in asynchronous rollouts; set '
-            'grpo.async_rollouts=False'
         )
     for name in grpo.tools:
         if not isinstance(name, str) or not is_function_name(name):
@@ -291,7 +290,7 @@ def _check_estimator(grpo: GrpoConfig) -> None:
         )
     if grpo.max_num_gen_batches > 1:
         for key, value, expected in (
-            ('async_rollouts', grpo.async_rollouts, False),
+            ('max_staleness', grpo.max_staleness, 0),
             ('advantage_estimator', grpo.advantage_estimator == 'gae' and 'gae', False),
         ):
             if value != expected:
@@ -299,6 +298,52 @@ def _check_estimator(grpo: GrpoConfig) -> None:
                     f'grpo.max_num_gen_batches={grpo.max_num_gen_batches} with grpo.{key}={value}: not supported by '
                     'dynamic sampling; set grpo.max_num_gen_batches=1'
                 )
+
+
+def _check_environment(grpo: GrpoConfig) -> None:
+    name, default = grpo.environment, GrpoConfig()
+    if not name:
+        for key in ('environment_args', 'environment_timeout', 'max_turns'):
+            if (value := getattr(grpo, key)) != getattr(default, key):
+                raise InputError(
+                    f"grpo.{key}={value!r} has no effect with grpo.environment=''; set grpo.environment or remove the "
+                    'key'
+                )
+        return
+    if not is_function_name(name) and not re.fullmatch(r'verifiers:[\w./-]+', name):
+        raise InputError(
+            f'grpo.environment={name!r} is not the name of a class; use package.module:Class, e.g. '
+            'my_environments:GuessNumber, or verifiers:NAME'
+        )
+    try:
+        is_object = isinstance(parse_json(grpo.environment_args or '{}'), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise InputError(
+            f'grpo.environment_args={grpo.environment_args[:80]!r}: must be a JSON object, e.g. \'{{"high": 100}}\''
+        )
+    # The environment has rewards and tools of its own, and its methods run in the training process.
+    owned = (
+        'reward',
+        'reward_model',
+        'eval_reward',
+        'soft_punish_cache',
+        'tools',
+        'max_tool_calls',
+        'sandbox_functions',
+    )
+    for key in owned:
+        if (value := getattr(grpo, key)) != getattr(default, key):
+            raise InputError(
+                f'grpo.{key}={value!r} has no effect with grpo.environment={name}; remove it, or set '
+                "grpo.environment=''"
+            )
+    if grpo.max_staleness:
+        raise InputError(
+            f'grpo.environment={name} with grpo.max_staleness={grpo.max_staleness}: checkpoints do not contain '
+            'conversations with environments; set grpo.max_staleness=0'
+        )
 
 
 # Reasons why a key must not have its default or another value, appended to the error message.

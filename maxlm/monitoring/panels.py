@@ -38,6 +38,7 @@ STATES = {
 CATEGORIES = {
     'step': ('step', '█', 'green'),
     'rollout': ('rollout', '▇', 'green'),
+    'reward_wait': ('reward wait', '◫', 'yellow'),
     'evaluation': ('evaluation', '▓', 'cyan'),
     'checkpoint': ('checkpoint', '▒', 'blue'),
     'replay': ('replay', '▥', 'cyan'),

@@ -17,6 +17,7 @@ USES = {
     'evaluation': ('evaluation',),
     'saving and restoring checkpoints': ('checkpoint', 'restore'),
     'waiting for data': ('data_wait',),
+    'waiting for rewards or tools': ('reward_wait',),
     'computing steps again': ('replay',),
     'starting, compiling and other': ('start', 'compile', 'other'),
     'lost steps (repeated)': ('lost',),

@@ -12,7 +12,8 @@ from maxlm.telemetry.goodput import Attempt
 # Category → label, in the order of a bar.
 LABELS = {
     'step': 'productive steps',
-    'rollout': 'rollouts',
+    'rollout': 'generating rollouts',
+    'reward_wait': 'waiting for rewards or tools',
     'evaluation': 'evaluation',
     'checkpoint': 'saving checkpoints',
     'replay': 'computing steps again',

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.rl.generation.responses import EnvironmentUse, Responses
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_generator import Responses
 
 
 class ScoredRollout(NamedTuple):
@@ -31,8 +31,13 @@ class ScoredRollout(NamedTuple):
 
 
 def differ(scores: Scores, num_generations: int) -> np.ndarray:
-    """Returns True for each group whose rewards are not all equal, bool [P]."""
-    different: np.ndarray = np.ptp(scores.rewards.reshape(-1, num_generations), axis=1) > 0
+    """Returns True for each group whose rewards are not all equal, bool [P].
+
+    Responses that are not used do not count.
+    """
+    groups_PG, used_PG = (values.reshape(-1, num_generations) for values in (scores.rewards, scores.used))
+    largest = np.max(groups_PG, axis=1, where=used_PG, initial=-np.inf)
+    different: np.ndarray = largest > np.min(groups_PG, axis=1, where=used_PG, initial=np.inf)
     return different
 
 
@@ -79,7 +84,30 @@ def _replaced(
         return rows
 
     prompts = replace(np.asarray(rollout.prompts), np.asarray(other.prompts)).tolist()
-    arrays, others = ({**each.responses._asdict(), 'passes': None} for each in (rollout, other))
-    passes = rollout.responses.passes + other.responses.passes
-    responses = Responses(**{**jax.tree.map(replace, arrays, others), 'passes': passes})
-    return ScoredRollout(prompts, responses, jax.tree.map(replace, rollout.scores, other.scores))
+    arrays, others = ({**each.responses._asdict(), 'passes': None, 'environment': None} for each in (rollout, other))
+    scores = jax.tree.map(replace, *_with_equal_names(rollout.scores, other.scores))
+    environment = None
+    if rollout.responses.environment is not None and other.responses.environment is not None:
+        begins = list(rollout.responses.environment.prompts)
+        for row, other_row in zip(old_N, new_N, strict=True):
+            begins[row] = other.responses.environment.prompts[other_row]
+        environment = EnvironmentUse(tuple(begins), scores)
+    responses = Responses(
+        **{
+            **jax.tree.map(replace, arrays, others),
+            'passes': rollout.responses.passes + other.responses.passes,
+            'environment': environment,
+        }
+    )
+    return ScoredRollout(prompts, responses, scores)
+
+
+def _with_equal_names(*scores: Scores) -> list[Scores]:
+    """Returns scores with the same components, NaN where there is none; those of environments may differ."""
+    names = dict.fromkeys(name for each in scores for name in each.components)
+    return [
+        each._replace(
+            components={name: each.components.get(name, np.full_like(each.rewards, np.nan)) for name in names}
+        )
+        for each in scores
+    ]

@@ -24,8 +24,8 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.rewards import MODEL_SCORE, parse_reward
-from maxlm.rl.rollout_generator import Responses
 from maxlm.training.forward import make_scores
 from maxlm.training.state import Params
 from maxlm.workdir.files import CHAT_TEMPLATE, TOKENIZER

@@ -5,6 +5,7 @@ Shapes: B rows of a program, N responses of a rollout (the responses to one prom
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,11 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.config.schema import Config
+from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.data.loader.windows import Batch
 from maxlm.parallel.determinism import deterministic_options
 from maxlm.parallel.layout import Layout
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_generator import Responses
 from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_log_probs
 from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened
@@ -59,7 +61,9 @@ def response_rows(config: Config, prompts: Sequence[np.ndarray], responses: Resp
     return batch
 
 
-def with_advantages(config: Config, rows: Batch, rewards_N: np.ndarray) -> tuple[Batch, dict[str, float]]:
+def with_advantages(
+    config: Config, rows: Batch, rewards_N: np.ndarray, used_N: np.ndarray | None = None
+) -> tuple[Batch, dict[str, float]]:
     """Returns the batch of training rows, and the metrics of their advantages.
 
     Without a value head, the responses of groups with equal rewards have weight 0.
@@ -68,31 +72,47 @@ def with_advantages(config: Config, rows: Batch, rewards_N: np.ndarray) -> tuple
         config: config of the run.
         rows: result of `response_rows` with the arrays of `make_passes`.
         rewards_N: reward of each response.
+        used_N: False for responses with weight 0 that have no part in any statistic; None = all are used.
     """
     grpo, rows = config.grpo, dict(rows)
+    used_N = np.ones(len(rewards_N), bool) if used_N is None else used_N
     metrics: dict[str, float] = {}
     predicted_NT, kl_NT = rows['predicted'], np.zeros_like(rows['predicted'])
+    used_NT = predicted_NT * used_N[:, None]
     if KL in rows:
         kl_NT = rows.pop(KL)
-        metrics['rollout/kl'] = float(kl_NT.sum() / predicted_NT.sum())
+        metrics['rollout/kl'] = float((kl_NT * used_N[:, None]).sum() / used_NT.sum())
     if grpo.advantage_estimator == 'gae':
-        values_NT, active_N = rows[OLD_VALUES], np.ones(len(rewards_N))
+        values_NT, active_N = rows[OLD_VALUES], used_N
         rewards_NT = -grpo.kl_coef * kl_NT
         # The reward of the response is that of its last token.
         last_N = predicted_NT.shape[1] - 1 - np.argmax(predicted_NT[:, ::-1] > 0, axis=1)
         rewards_NT[np.arange(len(rewards_N)), last_N] += rewards_N
-        found = generalized_advantages(rewards_NT, values_NT, predicted_NT, grpo)
-        rows['advantages'], rows[RETURNS] = whitened(found.advantages, predicted_NT), found.returns
-        returns, errors = (x_NT[predicted_NT > 0] for x_NT in (found.returns, found.returns - values_NT))
+        found = generalized_advantages(rewards_NT, values_NT, used_NT, grpo)
+        rows['advantages'], rows[RETURNS] = whitened(found.advantages, used_NT), found.returns
+        returns, errors = (x_NT[used_NT > 0] for x_NT in (found.returns, found.returns - values_NT))
         if returns.var() > 0:
             metrics['rollout/explained_variance'] = float(1 - errors.var() / returns.var())
     else:
-        shaped_N = rewards_N - grpo.kl_coef * kl_NT.sum(axis=1)
-        rows['advantages'] = predicted_NT * advantages(shaped_N, grpo)[:, None]
-        groups = shaped_N.reshape(-1, grpo.num_generations)
-        active_N = np.repeat(np.ptp(groups, axis=1) > 0, grpo.num_generations)
+        advantages_N, active_N = _advantages(rewards_N - grpo.kl_coef * kl_NT.sum(axis=1), used_N, grpo)
+        rows['advantages'] = predicted_NT * advantages_N[:, None]
     rows['weights'] = token_weights(predicted_NT, active_N, grpo)
     return rows, metrics
+
+
+def _advantages(rewards_N: np.ndarray, used_N: np.ndarray, grpo: GrpoConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the advantage of each response, float32 [N], and True for those in the loss, bool [N]."""
+    if used_N.all():
+        spread = np.ptp(rewards_N.reshape(-1, grpo.num_generations), axis=1)
+        return advantages(rewards_N, grpo), np.repeat(spread > 0, grpo.num_generations)
+    advantages_N, active_N = np.zeros(len(rewards_N), np.float32), np.zeros(len(rewards_N), bool)
+    for rows in np.arange(len(rewards_N)).reshape(-1, grpo.num_generations):
+        used = rows[used_N[rows]]
+        # A single response has no other to be compared with.
+        if len(used) > 1:
+            group = dataclasses.replace(grpo, num_generations=len(used))
+            advantages_N[used], active_N[used] = _advantages(rewards_N[used], np.ones(len(used), bool), group)
+    return advantages_N, active_N
 
 
 def step_rows(config: Config, number: int, rows: int) -> list[np.ndarray]:

@@ -1,13 +1,20 @@
-"""Responses of a rollout that are not yet used for training, and their form in a checkpoint."""
+"""Responses of rollouts that are not yet used for training, and their form in a checkpoint.
+
+Shapes: Q rollouts, N responses of a rollout, R largest number of tokens of a response, C rewards of the sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from maxlm.rl.rollout_generator import Responses
+from maxlm.rl.generation.responses import Responses, ToolUse
+from maxlm.rl.rewards.scorer import Scores
+
+# Values of a row of the array `numbers`. Former versions wrote one rollout, as one row of the first three.
+NUMBERS = ('number', 'step', 'passes', 'is_scored')
 
 
 class Rollout(NamedTuple):
@@ -17,33 +24,90 @@ class Rollout(NamedTuple):
         number: number of the rollout, counted from 0.
         step: number of updates of the parameters that generated the responses.
         responses: the responses.
-        began, ended: times of the generation in seconds, on the clock `time.perf_counter`.
+        seconds: time of the generation, without that of tools.
     """
 
     number: int
     step: int
     responses: Responses
-    began: float
-    ended: float
+    seconds: float
 
-    def to_arrays(self) -> dict[str, np.ndarray]:
-        """Returns the rollout as arrays, without the columns after the longest response."""
-        responses = self.responses
-        R = int(responses.num_B.max())
-        return {
-            'numbers': np.array([self.number, self.step, responses.passes], np.int32),
-            'seconds': np.array([self.ended - self.began], np.float32),
-            'tokens': responses.tokens_BR[:, :R],
-            'log_probs': responses.log_probs_BR[:, :R],
-            'lengths': responses.num_B,
-            'ended': responses.ended_B,
+
+def to_arrays(rollouts: Sequence[tuple[Rollout, Scores | None]]) -> dict[str, np.ndarray]:
+    """Returns rollouts and the scores of all responses, if they are known, as arrays; {} without rollouts."""
+    if not rollouts:
+        return {}
+    R = max(int(rollout.responses.num_B.max()) for rollout, _ in rollouts)
+
+    def stack(name: str) -> np.ndarray:
+        return np.stack([_columns(getattr(rollout.responses, name), R) for rollout, _ in rollouts])
+
+    arrays = {
+        'numbers': np.array(
+            [
+                [rollout.number, rollout.step, rollout.responses.passes, scores is not None]
+                for rollout, scores in rollouts
+            ],
+            np.int32,
+        ),
+        'seconds': np.array([rollout.seconds for rollout, _ in rollouts], np.float32),
+        'tokens': stack('tokens_BR'),
+        'log_probs': stack('log_probs_BR'),
+        'lengths': stack('num_B'),
+        'ended': stack('ended_B'),
+    }
+    tools = [rollout.responses.tools for rollout, _ in rollouts if rollout.responses.tools is not None]
+    if tools:
+        arrays |= {
+            'generated': np.stack([_columns(use.generated_BR, R) for use in tools]),
+            'calls': np.stack([[use.num_calls_B, use.num_errors_B] for use in tools]),
         }
+    known = next((scores for _, scores in rollouts if scores is not None), None)
+    if known is not None:
+        empty = np.zeros_like(_score_rows(known))
+        rows = [empty if scores is None else _score_rows(scores) for _, scores in rollouts]
+        arrays['scores'] = np.stack(rows)
+    return arrays
 
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Rollout:
-        """Returns the rollout of `to_arrays`. Its generation began at 0 s."""
-        number, step, passes = map(int, arrays['numbers'])
-        names = ('tokens', 'log_probs', 'lengths', 'ended')
-        tokens_BR, log_probs_BR, num_B, ended_B = (np.asarray(arrays[name]) for name in names)
-        responses = Responses(tokens_BR, log_probs_BR, num_B, ended_B, passes)
-        return cls(number, step, responses, 0.0, float(arrays['seconds'][0]))
+
+def from_arrays(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[tuple[Rollout, Scores | None]]:
+    """Returns the rollouts and scores of `to_arrays`.
+
+    Args:
+        arrays: arrays of a checkpoint; {} = no rollouts.
+        names: names of the rewards of the sum, which are the components of the scores.
+    """
+    if not arrays:
+        return []
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    if arrays['numbers'].ndim == 1:
+        arrays = {name: array if name == 'seconds' else array[None] for name, array in arrays.items()}
+        arrays['numbers'] = np.append(arrays['numbers'], [[0]], axis=1)
+    found = []
+    for row, (number, step, passes, is_scored) in enumerate(arrays['numbers'].tolist()):
+        tools = None
+        if 'generated' in arrays:
+            tools = ToolUse(arrays['generated'][row], *arrays['calls'][row])
+        tokens_BR, log_probs_BR, num_B, ended_B = (
+            arrays[name][row] for name in ('tokens', 'log_probs', 'lengths', 'ended')
+        )
+        responses = Responses(tokens_BR, log_probs_BR, num_B, ended_B, passes, tools)
+        rollout = Rollout(number, step, responses, float(arrays['seconds'][row]))
+        scores = None
+        if is_scored:
+            rewards_N, failed_N, *components = arrays['scores'][row]
+            scores = Scores(rewards_N, dict(zip(names, components, strict=True)), failed_N)
+        found.append((rollout, scores))
+    return found
+
+
+def _columns(values: np.ndarray, R: int) -> np.ndarray:
+    """Returns an array [N, …] whose rows have R columns; the others are empty in all rows. [N] stays unchanged."""
+    if values.ndim == 1:
+        return values
+    return np.pad(values[:, :R], ((0, 0), (0, max(0, R - values.shape[1]))))
+
+
+def _score_rows(scores: Scores) -> np.ndarray:
+    """Returns float32 [C + 2, N]."""
+    return np.stack([scores.rewards, scores.failed, *scores.components.values()])

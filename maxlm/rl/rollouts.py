@@ -4,11 +4,12 @@ In a rollout the current model generates several responses to each of some promp
 responses, `grpo.num_iterations` times. Prompts, random keys and order depend only on seeds and the step number, so a
 resumed run repeats them exactly.
 
-With `grpo.async_rollouts`, the main thread scores the responses of a rollout while the device works. The device ends
-the last step of the previous rollout and then generates the next one, which a thread waits for. The steps of this
-rollout start when both have ended, because they donate the parameters. Checkpoints contain the generated responses, so
-that a resumed run trains on the same ones. Rewards run in the main thread, because rewards of the user may need signals
-for time limits.
+With `grpo.max_staleness` = k, rollout n + k is generated before the training on rollout n, and rollouts 1 to k before
+that on rollout 0. The parameters that generate rollout n are therefore those after rollout n - k - 1, or the initial
+ones, however long the rewards take. A thread scores the pending responses while the devices generate and train, see
+`maxlm.rl.pending_rollouts`. Checkpoints contain these responses, so that a resumed run trains on the same ones. Rewards
+of the user may need the main thread of a process for signals: with k = 0 they run in that of this process, and above
+0 in that of a process of their own.
 
 Shapes: N responses of a rollout (the responses to one prompt are consecutive), T length, R largest number of tokens of
 a response.
@@ -20,17 +21,13 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from maxlm.checkpoint.manager import find_step
 from maxlm.config.schema import Config
-from maxlm.config.validation_rl import check_grpo
-from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.loader.windows import Batch
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
@@ -38,23 +35,25 @@ from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
 from maxlm.rl.dynamic_sampling import ScoredRollout, fill_groups
-from maxlm.rl.reward_model import RewardModel, open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions
-from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
-from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError
-from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, check_tasks, mean_pass_at_k
+from maxlm.rl.generation.environment_sampler import Environments, EnvironmentSampler, seeded_examples
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.timed_environment import Stopwatch, TimedEnvironment
+from maxlm.rl.generation.tool_environment import ToolEnvironment
+from maxlm.rl.generation.tool_sampler import ToolSampler
+from maxlm.rl.pending_rollouts import PendingRollouts
+from maxlm.rl.reward_model import RewardModel
+from maxlm.rl.rewards.prompts import Prompts
+from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError, parse_reward
+from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, mean_pass_at_k
 from maxlm.rl.rollout_batch import gather_scores, make_passes, response_rows, scored_rows, step_rows, with_advantages
 from maxlm.rl.rollout_fingerprint import rollout_fingerprint
-from maxlm.rl.rollout_generator import Responses, Sampler
+from maxlm.rl.rollout_metrics import Seconds, rollout_metrics, rollout_text
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.token_rewards import TokenRewards, check_overlong, token_rewards
-from maxlm.rl.tool_environment import ToolEnvironment, open_tools
-from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
+from maxlm.rl.token_rewards import TokenRewards, token_rewards
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
-from maxlm.trainer.checkpointing import INIT_FROM
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
-from maxlm.workdir.files import TOKENIZER
 
 # Number of responses of a rollout that are logged.
 SHOWN = 2
@@ -76,6 +75,7 @@ class RolloutBatches(BatchSource):
         ends: Sequence[int],
         tools: ToolEnvironment | None = None,
         reward_model: RewardModel | None = None,
+        environments: Environments | None = None,
     ):
         """
         Args:
@@ -87,27 +87,34 @@ class RolloutBatches(BatchSource):
             ends: token ids that end a response.
             tools: tools that the model may call.
             reward_model: reward model of `grpo.reward_model`.
+            environments: environments of `grpo.environment`.
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._scorer, self._reward_model = scorer, reward_model
         self.tokenizer_path = tokenizer_path
         self.tokenizer = Tokenizer.load(tokenizer_path)
-        self._ends, self._tools = tuple(ends), tools
+        self._ends, self._tools, self._environments = tuple(ends), tools, environments
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
         )
         self._batches: deque[Batch] = deque()
         self._layout: Layout | None = None
-        self._sampler: Sampler | ToolSampler | None = None
+        self._sampler: Sampler | ToolSampler | EnvironmentSampler | None = None
         self._passes: Callable[[TrainState, Batch], Batch] | None = None
-        # The next rollout, if its responses are already generated.
-        self._next: Rollout | None = None
+        self._pending = PendingRollouts(in_background=self._grpo.max_staleness > 0)
+        self._waits = Stopwatch()
         self._samples: list[Sample] = []
+
+    def close(self) -> None:
+        """Computes no more rewards, and does not wait for those of the current rollout."""
+        self._pending.close()
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
-        return rollout_fingerprint(config, self._config, self._prompts, self._reward_model)
+        return rollout_fingerprint(
+            config, self._config, self._prompts, reward_model=self._reward_model, environments=self._environments
+        )
 
     def source_descriptions(self) -> list[dict[str, Any]]:
         """See `BatchSource`."""
@@ -134,8 +141,14 @@ class RolloutBatches(BatchSource):
         if self._reward_model is not None:
             self._reward_model.open(config, layout)
         self._passes = make_passes(config, layout)
-        if self._tools is not None:
-            self._sampler = ToolSampler(self._sampler, self._tools, config, layout, ends=self._ends)
+        if self._environments is not None:
+            self._sampler = EnvironmentSampler(
+                self._sampler, self._environments, config, layout, ends=self._ends, stopwatch=self._waits
+            )
+        elif self._tools is not None:
+            self._sampler = ToolSampler(
+                self._sampler, TimedEnvironment(self._tools, self._waits), config, layout, ends=self._ends
+            )
 
     @contextlib.contextmanager
     def batches(
@@ -169,85 +182,55 @@ class RolloutBatches(BatchSource):
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """See `BatchSource`."""
-        return {} if self._next is None else self._next.to_arrays()
+        return self._pending.to_arrays()
 
     def load_state_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """See `BatchSource`."""
-        self._next = Rollout.from_arrays(arrays) if arrays else None
+        self._pending.load_arrays(arrays, list(parse_reward(self._grpo.reward, is_imported=False).weights))
 
     def prepare(self, step: int, state: TrainState) -> SourceUpdate:
         """See `BatchSource`."""
         config, grpo, updates = self._config, self._grpo, self._config.steps_per_rollout
         _, layout = self._made
         number, done = divmod(step - 1, updates)
-        each = [index for index in self._indices(number) for _ in range(grpo.num_generations)]
-        rows = len(each)
-        began = time.perf_counter()
-        rollout = self._next if grpo.async_rollouts else None
-        if rollout is None or (rollout.number, len(rollout.responses.num_B)) != (number, rows):
-            rollout = self._generate(number, step - 1, state.params)
-        # A checkpoint after an error in a reward contains these responses.
-        self._next = rollout if grpo.async_rollouts else None
-        responses = rollout.responses
-        drawn = time.perf_counter()
-        ids = [self._prompts.ids[index] for index in each]
-        # Before the thread starts, because all processes must run the programs of the devices in the same order.
-        by_tokens = self._token_rewards(ids, responses, grpo.reward)
-        with ThreadPoolExecutor(1, thread_name_prefix='rollout') as executor:
-            has_next = grpo.async_rollouts and (number + 1) * updates < config.train.num_steps
-            following = executor.submit(self._generate_next, number + 1 if has_next else None, step - 1, state.params)
-            texts, tasks = self._texts(responses), [self._prompts.tasks[index] for index in each]
-            scores = self._scores(self._prompts, texts, tasks, grpo.reward, by_tokens)
-            scored = time.perf_counter()
-            if jax.process_count() > 1:
-                # The collectives of the two threads must have the same order in all processes.
-                wait([following])
-            scores = gather_scores(scores, rows)
+        tool_seconds = self._waits.seconds
+        self._generate_ahead(number, step - 1, state.params)
+        waited = time.perf_counter()
+        rollout, scores, reward_seconds = self._pending.first()
+        waited = time.perf_counter() - waited
+        each = self._rows(number)
+        more_generation, more_scoring = Stopwatch(), Stopwatch()
         found, of_sampling = fill_groups(
-            ScoredRollout(each, responses, scores),
-            lambda attempt: self._draw(number, attempt, step - 1, state.params),
+            ScoredRollout(each, rollout.responses, scores),
+            lambda attempt: self._draw(number, attempt, step - 1, state.params, more_generation, more_scoring),
             grpo,
         )
         each, responses, rewards_N = found.prompts, found.responses, found.scores.rewards
-        batch = response_rows(config, [self._prompts.ids[index] for index in each], responses)
+        ids = self._prompt_ids(self._prompts, each, responses)
+        batch = response_rows(config, ids, responses)
         if self._passes is not None:
             batch |= self._passes(state, batch)
-        batch, of_advantages = with_advantages(config, batch, rewards_N)
-        trained, self._next = following.result()
+        batch, of_advantages = with_advantages(config, batch, rewards_N, found.scores.used)
+        self._pending.remove_first()
         local = layout.local_rows(config.train.global_batch_size)
-        for order in step_rows(config, number, rows)[done:]:
+        for order in step_rows(config, number, len(each))[done:]:
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
+        tool_seconds, waited = self._waits.seconds - tool_seconds, waited + more_scoring.seconds
+        seconds = Seconds(
+            rollout.seconds + more_generation.seconds, reward_seconds + more_scoring.seconds, waited, tool_seconds
+        )
         metrics = {
-            **scores.metrics(grpo),
-            'rollout/mean_length': float(responses.num_B.mean()),
-            'rollout/clipped_ratio': 1 - float(responses.ended_B.mean()),
-            'rollout/entropy': float(-responses.log_probs_BR.sum() / responses.drawn),
-            'rollout/tokens_per_second': rollout.responses.drawn / (rollout.ended - rollout.began),
-            'rollout/reward_seconds': scored - drawn,
-            **tool_metrics(responses),
+            **rollout_metrics(rollout, scores, grpo, seconds, step=step, trained=responses),
             **of_sampling,
             **of_advantages,
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
-        if grpo.async_rollouts:
-            ended = self._next.ended if self._next else trained
-            metrics |= {
-                'rollout/hidden_reward_seconds': max(0.0, min(scored, ended) - drawn),
-                'rollout/wait_seconds': drawn - began + max(0.0, ended - max(scored, trained)),
-                'rollout/staleness': float(step - 1 - rollout.step),
-            }
-        text = (
-            f'{rows} responses to {grpo.prompts_per_rollout} prompts: reward {metrics["rollout/reward"]:.3f}, '
-            f'{metrics["rollout/frac_reward_zero_std"]:.0%} of groups with equal rewards, '
-            f'mean length {metrics["rollout/mean_length"]:.1f} tokens, '
-            f'{metrics["rollout/tokens_per_second"]:,.0f} tokens/s'
-        )
         shown = self._texts(responses._replace(tools=None))
         samples = [
-            Sample(self._prompt_text(self._prompts, each[row]), f'{shown[row]} (reward {rewards_N[row]:.2f})')
+            Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return SourceUpdate(metrics, text, samples, overlap=trained - drawn)
+        return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waited=waited + tool_seconds)
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
@@ -256,34 +239,39 @@ class RolloutBatches(BatchSource):
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num_prompts
         num = min(grpo.eval_num_prompts or num, num)
-        ids, tasks = [row.tolist() for row in prompts.ids[:num]], prompts.tasks[:num]
+        starts, tasks = self._inputs(prompts, range(num), first=None), prompts.tasks[:num]
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
-        likeliest = sampler(params, ids, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
+        likeliest = sampler(params, starts, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
         texts = self._texts(likeliest)
-        by_tokens = self._token_rewards(prompts.ids[:num], likeliest, reward)
-        rewards_N = gather_scores(self._scores(prompts, texts, tasks, reward, by_tokens), num).rewards
-        # A score of a reward model does not say whether a response is correct.
+        ids = self._prompt_ids(prompts, range(num), likeliest)
+        by_tokens = self._token_rewards(ids, likeliest, reward)
+        scores = self._all_scores(prompts, texts, tasks, reward, by_tokens, likeliest)
         by_model = MODEL_SCORE in by_tokens
-        parts = {'reward': float(rewards_N.mean())} if by_model else {'accuracy': accuracy(rewards_N)}
+        rewards_N, has_mean = scores.rewards, by_model or self._environments is not None
+        parts = {'reward': float(rewards_N[scores.used].mean())} if has_mean else {}
+        # A score of a reward model does not say whether a response is correct.
+        parts |= {} if by_model else {'accuracy': accuracy(rewards_N)}
         parts, tokens = {**parts, 'length': float(likeliest.num_B.mean())}, likeliest.drawn
         if samples := grpo.eval_num_generations:
             # A fixed seed, so that evaluations differ only because of the model.
             drawn = sampler(
-                params, ids, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
+                params, starts, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
             each = [task for task in tasks for _ in range(samples)]
             by_tokens = self._token_rewards((), drawn, reward)
-            scores = self._scores(prompts, self._texts(drawn), each, reward, by_tokens)
-            rewards_N = gather_scores(scores, len(each)).rewards
-            parts['pass_at_1'] = accuracy(rewards_N)
-            parts['pass_at_k'] = mean_pass_at_k(rewards_N.reshape(-1, samples), samples)
+            drawn_N = self._all_scores(prompts, self._texts(drawn), each, reward, by_tokens, drawn).rewards
+            parts['pass_at_1'] = accuracy(drawn_N)
+            parts['pass_at_k'] = mean_pass_at_k(drawn_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
-        if by_model:
+        if self._environments is not None:
+            texts = self._texts(likeliest._replace(tools=None))
+        if has_mean:
             texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
-            Sample(self._prompt_text(prompts, row), texts[row]) for row in range(min(config.eval.num_samples, num))
+            Sample(self.tokenizer.decode(ids[row].tolist()), texts[row])
+            for row in range(min(config.eval.num_samples, num))
         ]
-        loss = -parts['reward'] if by_model else 1 - parts['accuracy']
+        loss = -parts['reward'] if has_mean else 1 - parts['accuracy']
         return Evaluation(loss, tokens, [], [], parts)
 
     def sample(self, params: Params) -> list[Sample]:
@@ -292,7 +280,7 @@ class RolloutBatches(BatchSource):
         return self._samples
 
     @property
-    def _made(self) -> tuple[Sampler | ToolSampler, Layout]:
+    def _made(self) -> tuple[Sampler | ToolSampler | EnvironmentSampler, Layout]:
         """Returns the objects created by `open`."""
         assert self._sampler is not None
         assert self._layout is not None
@@ -302,41 +290,79 @@ class RolloutBatches(BatchSource):
         """Returns the indices of the prompts of a rollout. Each attempt has an order of its own."""
         return self._prompts.indices(number, self._grpo.prompts_per_rollout, self._config.data.seed ^ attempt)
 
-    def _draw(self, number: int, attempt: int, step: int, params: Params) -> ScoredRollout:
+    def _rows(self, number: int, attempt: int = 0) -> list[int]:
+        """Returns the index of the prompt of each response of a rollout."""
+        return [index for index in self._indices(number, attempt) for _ in range(self._grpo.num_generations)]
+
+    def _draw(
+        self, number: int, attempt: int, step: int, params: Params, generation: Stopwatch, scoring: Stopwatch
+    ) -> ScoredRollout:
         """Generates and scores the responses of a further attempt of dynamic sampling."""
-        responses = self._generate(number, step, params, attempt).responses
-        each = [index for index in self._indices(number, attempt) for _ in range(self._grpo.num_generations)]
-        by_tokens = self._token_rewards([self._prompts.ids[index] for index in each], responses, self._grpo.reward)
-        tasks = [self._prompts.tasks[index] for index in each]
-        scores = self._scores(self._prompts, self._texts(responses), tasks, self._grpo.reward, by_tokens)
-        return ScoredRollout(each, responses, gather_scores(scores, len(each)))
+        rollout = self._generate(number, step, params, attempt)
+        generation.seconds += rollout.seconds
+        each = self._rows(number, attempt)
+        job = self._scoring(each, rollout.responses)
+        with scoring.running():
+            scores = job()
+        return ScoredRollout(each, rollout.responses, gather_scores(scores, len(each)))
+
+    def _generate_ahead(self, number: int, step: int, params: Params) -> None:
+        """Generates the missing rollouts up to `number` + max_staleness, and lets all pending ones be scored."""
+        updates, ahead = self._config.steps_per_rollout, self._grpo.max_staleness
+        # The last rollout that is trained on; a longer run generates the later ones when it continues.
+        last = min(number + ahead, (self._config.train.num_steps - 1) // updates)
+        numbers = range(number, last + 1)
+        # The checkpoint may be that of a run with a higher limit, or of one that ended within a rollout.
+        self._pending.keep(numbers, lambda rollout: rollout.number * updates - rollout.step <= ahead * updates)
+        for restored in self._pending.unscored:
+            self._start_scoring(restored)
+        for missing in sorted({*numbers} - {*self._pending.numbers}):
+            rollout = self._generate(missing, step, params)
+            self._pending.add(rollout)
+            self._start_scoring(rollout)
 
     def _generate(self, number: int, step: int, params: Params, attempt: int = 0) -> Rollout:
         """Generates the responses of a rollout with the parameters after `step` updates."""
         sampler, _ = self._made
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), self._waits.seconds
         responses = sampler(
             params,
-            [self._prompts.ids[index].tolist() for index in self._indices(number, attempt)],
+            self._inputs(
+                self._prompts,
+                self._indices(number, attempt),
+                first=number * self._grpo.prompts_per_rollout,
+                attempt=attempt,
+            ),
             # The lowest bit distinguishes evaluations.
             seed=self._config.train.seed ^ (attempt << 1),
             first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
             num_samples=self._grpo.num_generations,
         )
-        return Rollout(number, step, responses, began, time.perf_counter())
+        return Rollout(number, step, responses, time.perf_counter() - began - (self._waits.seconds - waited))
 
-    def _generate_next(self, number: int | None, step: int, params: Params) -> tuple[float, Rollout | None]:
-        """Waits for the parameters, and generates the rollout `number`; None generates none.
+    def _start_scoring(self, rollout: Rollout) -> None:
+        """Lets the rewards be computed."""
+        self._pending.score(rollout.number, self._scoring(self._rows(rollout.number), rollout.responses))
 
-        Returns:
-            The time at which the parameters were ready, and the rollout.
-        """
-        jax.block_until_ready(params)
-        trained = time.perf_counter()
-        return trained, None if number is None else self._generate(number, step, params)
+    def _scoring(self, each: Sequence[int], responses: Responses) -> Callable[[], Scores]:
+        """Returns a function that scores responses in `scored_rows`. Its rewards by tokens are computed before."""
+        reward, prompts = self._grpo.reward, self._prompts
+        texts, tasks = self._texts(responses), [prompts.tasks[index] for index in each]
+        # In the main thread, because all processes must run the programs of the devices in the same order.
+        by_tokens = self._token_rewards(self._prompt_ids(prompts, each, responses), responses, reward)
+        return lambda: self._scores(prompts, texts, tasks, reward, by_tokens, responses)
 
-    def _prompt_text(self, prompts: Prompts, index: int) -> str:
-        return self.tokenizer.decode(prompts.ids[index].tolist())
+    def _inputs(self, prompts: Prompts, indices: Sequence[int], *, first: int | None, attempt: int = 0) -> Any:
+        """Returns the inputs of the sampler; `first` is the position of the first one in training, None = eval."""
+        if self._environments is None:
+            return [prompts.ids[index].tolist() for index in indices]
+        tasks, seed = [prompts.tasks[index] for index in indices], self._config.data.seed ^ attempt
+        return seeded_examples(tasks, seed=seed, first=first or 0, is_evaluation=first is None)
+
+    def _prompt_ids(self, prompts: Prompts, indices: Sequence[int], responses: Responses) -> Sequence[np.ndarray]:
+        if responses.environment is not None:
+            return responses.environment.prompts
+        return [prompts.ids[index] for index in indices]
 
     def _texts(self, responses: Responses) -> list[str]:
         lengths = responses.num_B - responses.ended_B
@@ -349,52 +375,24 @@ class RolloutBatches(BatchSource):
         return token_rewards(reward, prompts, responses, grpo=self._grpo, reward_model=self._reward_model)
 
     def _scores(
-        self, prompts: Prompts, texts: Sequence[str], tasks: Sequence[Task], reward: str, by_tokens: TokenRewards
+        self,
+        prompts: Prompts,
+        texts: Sequence[str],
+        tasks: Sequence[Task],
+        reward: str,
+        by_tokens: TokenRewards,
+        responses: Responses,
     ) -> Scores:
         """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
         mine = scored_rows(len(texts))
+        if responses.environment is not None:
+            return jax.tree.map(lambda values: values[mine], responses.environment.scores)
         mine_by_tokens = {name: values[mine] for name, values in by_tokens.items()}
         try:
             return self._scorer.score(texts[mine], tasks[mine], reward=reward, by_tokens=mine_by_tokens)
         except UserRewardError as error:
             raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
 
-
-def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutBatches, int]:
-    """Opens the rollouts of a config; see `maxlm.trainer.run.OpenSource`."""
-    check_grpo(config)
-    check_overlong(config.grpo)
-    origin = Path(find_step(config.train.init_from, key=INIT_FROM)).parent.parent
-    encoder = load_encoder(origin)
-    tokenizer = encoder.tokenizer if isinstance(encoder, ChatEncoder) else encoder
-    ends = {*tokenizer.boundaries.stops, *([encoder.end_of_turn] if isinstance(encoder, ChatEncoder) else [])}
-    grpo = config.grpo
-    eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
-    functions = open_functions(grpo, stack)
-    tools = open_tools(grpo, encoder, functions)
-
-    def read(path: str, reward: str) -> Prompts:
-        room = config.data.seq_len - grpo.max_completion_length
-        prompts = read_prompts(path, encoder, room, tools=tools.schemas if tools else ())
-        check_tasks(prompts, reward, functions)
-        return prompts
-
-    prompts = read(grpo.prompts, grpo.reward)
-    eval_prompts = read(grpo.eval_prompts, eval_reward) if config.eval.interval else None
-    if grpo.prompts_per_rollout > prompts.num_prompts:
-        raise InputError(
-            f'grpo.prompts_per_rollout={grpo.prompts_per_rollout}: {grpo.prompts} has only '
-            f'{prompts.num_prompts} prompts; use at most {prompts.num_prompts}'
-        )
-    scorer = stack.enter_context(RewardScorer(grpo.reward, eval_reward, functions=functions))
-    source = RolloutBatches(
-        config,
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        scorer=scorer,
-        tokenizer_path=origin / TOKENIZER,
-        ends=sorted(ends),
-        tools=tools,
-        reward_model=reward_model,
-    )
-    return source, tokenizer.vocab_size
+    def _all_scores(self, prompts: Prompts, texts: Sequence[str], *arguments: Any) -> Scores:
+        """Returns the scores of all responses, see `_scores`."""
+        return gather_scores(self._scores(prompts, texts, *arguments), len(texts))

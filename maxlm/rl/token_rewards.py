@@ -11,9 +11,9 @@ import numpy as np
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.reward_model import RewardModel
 from maxlm.rl.rewards.rewards import MODEL_SCORE, OVERLONG, parse_reward
-from maxlm.rl.rollout_generator import Responses
 
 # Name of the reward → value of each response.
 TokenRewards = Mapping[str, Sequence[float]]

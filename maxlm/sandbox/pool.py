@@ -327,6 +327,9 @@ class SandboxPool:
         queue, idle = deque(range(len(programs))), list(range(len(self.workers)))
         with selectors.DefaultSelector() as selector:
             while queue or selector.get_map():
+                if not self.finalizer.alive:
+                    # Another thread has closed the pool. Without this, its workers would be replaced.
+                    raise RuntimeError('the sandbox is closed')
                 while queue and idle:
                     worker_index, index = idle.pop(), queue.popleft()
                     attempts[index] += 1
@@ -348,7 +351,7 @@ class SandboxPool:
                         pass
                     selector.unregister(key.fileobj)
                     idle.append(worker_index)
-                    if result is None:
+                    if result is None and self.finalizer.alive:
                         self.replace(worker_index)
                         if attempts[index] < MAX_ATTEMPTS:
                             queue.appendleft(index)

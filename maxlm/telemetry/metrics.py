@@ -87,10 +87,9 @@ METRICS: dict[str, Metric] = {
     'train/kl': Metric('nats', 'GRPO: KL divergence from the initial model, by grpo.kl_estimator'),
     'train/value_loss': Metric('', 'PPO: half of the squared error of the values, at least that of the clipped values'),
     'train/value_clip_fraction': Metric('', 'PPO: fraction of tokens whose clipped value has the larger error'),
-    'train/importance_weight': Metric('', 'GRPO with grpo.async_rollouts: truncated importance weight'),
-    'train/importance_truncated_fraction': Metric(
-        '', 'GRPO with grpo.async_rollouts: fraction of tokens whose importance weight is truncated'
-    ),
+    'train/logprob_difference': Metric('nats', 'GRPO: largest difference of a log-probability from that of sampling'),
+    'train/importance_weight': Metric('', 'GRPO with grpo.max_staleness above 0: truncated importance weight'),
+    'train/importance_truncated_fraction': Metric('', 'GRPO with grpo.max_staleness: fraction of truncated weights'),
     'train/loss_scale': Metric('', 'float16 loss scale used in the step'),
     'train/learning_rate': Metric(
         '', 'learning rate of the step; learning rates with other peaks are proportional to it'
@@ -125,11 +124,11 @@ METRICS: dict[str, Metric] = {
     'eval/loss': Metric(
         'nats/token',
         'train/loss on the validation split; GRPO: fraction of wrong answers (1 - eval/accuracy) '
-        'or, with the reward reward_model, -eval/reward',
+        'or, with reward_model or an environment, -eval/reward',
     ),
     'eval/perplexity': Metric('', 'exp(eval/loss)'),
     'eval/accuracy': Metric('', 'GRPO: fraction of prompts whose greedy response is correct'),
-    'eval/reward': Metric('', 'GRPO with the reward reward_model: mean reward of the greedy responses'),
+    'eval/reward': Metric('', 'GRPO with reward_model or an environment: mean reward of the greedy responses'),
     'eval/rewards/accuracies': Metric('', 'train/rewards/accuracies on the validation split'),
     'eval/rewards/margins': Metric('', 'train/rewards/margins on the validation split'),
     'eval/rewards/chosen': Metric('', 'train/rewards/chosen on the validation split'),
@@ -200,15 +199,18 @@ METRICS: dict[str, Metric] = {
     'rollout/num_gen_batches': Metric('', 'dynamic sampling: number of times that responses were generated'),
     'rollout/unfilled_groups': Metric('', 'dynamic sampling: fraction of groups that still have equal rewards'),
     'rollout/tokens_per_second': Metric('tokens/s', 'tokens generated per second of generation'),
+    'rollout/generate_seconds': Metric('s', 'time spent generating the responses, without that of tools'),
+    'rollout/train_seconds': Metric('s', 'time of the steps since the previous rollout of this attempt'),
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
-    # Only with grpo.async_rollouts.
-    'rollout/hidden_reward_seconds': Metric(
-        's', 'part of rollout/reward_seconds during which the previous step ran or the next rollout was generated'
-    ),
-    'rollout/wait_seconds': Metric('s', 'time spent waiting for generation while no responses were scored'),
+    'rollout/reward_wait_seconds': Metric('s', 'time for which the devices waited for rewards before the step'),
+    'rollout/tool_wait_seconds': Metric('s', 'time for which the devices waited for tools since the previous rollout'),
+    # Only with grpo.max_staleness above 0.
+    'rollout/hidden_reward_seconds': Metric('s', 'part of rollout/reward_seconds that the devices did not wait for'),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
     'rollout/tool_calls': Metric('', 'mean number of tool calls of a response'),
     'rollout/tool_errors': Metric('', 'fraction of tool calls that failed'),
+    'rollout/turns': Metric('', 'mean number of turns of the model in a conversation with an environment'),
+    'rollout/environment_failures': Metric('', 'number of conversations whose environment failed'),
     'rollout/epoch': Metric('epochs', 'passes over the prompts so far'),
     # Means of the readings on the first host since the previous line.
     'device/utilization_percent': Metric('%', 'utilization, mean over devices'),

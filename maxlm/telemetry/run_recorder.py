@@ -38,7 +38,7 @@ from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
 # Categories of the training loop; their sum over steps is the time per step.
-_LOOP_CATEGORIES = ('step', 'rollout', 'data_wait', 'evaluation', 'checkpoint', 'replay')
+_LOOP_CATEGORIES = ('step', 'rollout', 'reward_wait', 'data_wait', 'evaluation', 'checkpoint', 'replay')
 # Number of heartbeat lines after which the file is compacted.
 _MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0

@@ -104,13 +104,13 @@ class SourceUpdate(NamedTuple):
         metrics: metrics to write.
         text: line to log.
         samples: samples to log.
-        overlap: seconds of the work during which the device still ran the previous step.
+        waited: seconds of the work during which the device waited for rewards or tools.
     """
 
     metrics: dict[str, float]
     text: str
     samples: list[Sample]
-    overlap: float = 0.0
+    waited: float = 0.0
 
 
 class BatchSource(Protocol):

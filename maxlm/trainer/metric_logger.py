@@ -24,7 +24,7 @@ from maxlm.telemetry.metrics import METRICS, MetricWriter, perplexity
 from maxlm.trainer.source_metrics import SourceMetrics
 from maxlm.trainer.throughput import Throughput
 from maxlm.training.decisions.run_control import BadSteps
-from maxlm.training.objectives import aux_names
+from maxlm.training.objectives import aux_names, largest_names
 from maxlm.training.optimizers.update_metrics import UPDATE_METRICS
 
 
@@ -251,7 +251,10 @@ class MetricLogger:
                 'train/loss': loss,
                 'train/best_loss': self.best_loss,
                 **({'train/perplexity': perplexity(loss)} if self._config.train.objective == 'next_token' else {}),
-                **{f'train/{name}': float(values[name]) for name in aux_names(self._config)},
+                **{
+                    f'train/{name}': float(values[name])
+                    for name in (*aux_names(self._config), *largest_names(self._config))
+                },
                 **experts,
                 **({'train/loss_scale': float(values['loss_scale'])} if 'loss_scale' in values else {}),
                 'train/learning_rate': float(values['learning_rate']),

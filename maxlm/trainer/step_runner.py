@@ -132,6 +132,8 @@ class StepRunner:
         self._watchdog, self._profile, self._throughput = watchdog, profile, throughput
         self._metric_logger = metric_logger
         self._replays = replays
+        # Seconds of steps until the last rollout.
+        self._trained = 0.0
 
     def step(
         self, step: int, state: TrainState, batches: Iterator[Batch], decisions: RunControl, *, connects: bool
@@ -183,19 +185,14 @@ class StepRunner:
 
     def _prepare(self, step: int, state: TrainState) -> None:
         """Lets the source generate batches from the state."""
-        if not self._config.grpo.async_rollouts:
-            with self._watchdog.waiting():
-                self._metric_logger.flush()
-        with (
-            self._throughput.paused('rollout') as exclude,
-            self._timeline.phase('rollout'),
-            self._watchdog.phase(),
-        ):
+        with self._watchdog.waiting():
+            self._metric_logger.flush()
+        trained, self._trained = self._trained, self._timeline.read()['step']
+        with self._throughput.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
             written = self._source.prepare(step, state)
-            exclude(written.overlap)
-        self._timeline.move(written.overlap, 'rollout', 'step')
-        self._metric_logger.flush()
-        self._metric_logger.wrote(step, written.metrics, written.text)
+        self._timeline.move(written.waited, 'rollout', 'reward_wait')
+        metrics = {**written.metrics, 'rollout/train_seconds': self._trained - trained}
+        self._metric_logger.wrote(step, metrics, written.text)
         self._metric_logger.sampled(step, written.samples)
 
     def _compiled_for(self, step: int, decisions: RunControl) -> jax.stages.Compiled:

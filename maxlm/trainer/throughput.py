@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from maxlm.hardware.chips import Peak
 from maxlm.training.flops import TokenFlops
@@ -50,16 +50,14 @@ class Throughput:
         self._mark = now
 
     @contextlib.contextmanager
-    def paused(self, what: str, *, name: str = '') -> Iterator[Callable[[float], None]]:
+    def paused(self, what: str, *, name: str = '') -> Iterator[None]:
         """Excludes the time of a `with` block from the time of steps, and reports it as `perf/WHAT_seconds`.
 
-        The time is stored in `pauses` under `name`, which defaults to `what`. The yielded function takes seconds at the
-        beginning of the block that still count as time of steps.
+        The time is stored in `pauses` under `name`, which defaults to `what`.
         """
         start = time.perf_counter()
-        overlaps: list[float] = []
-        yield overlaps.append
-        seconds = time.perf_counter() - start - sum(overlaps)
+        yield
+        seconds = time.perf_counter() - start
         self._mark += seconds
         self.pauses[name or what] = seconds
         for sums in (self._interval, self._total):

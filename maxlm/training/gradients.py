@@ -20,7 +20,7 @@ from maxlm.parallel.layout import TABLE, Layout
 from maxlm.parallel.partitioning import Partitioning, SingleDevice
 from maxlm.training.batch import Batch
 from maxlm.training.fp8_history import Fp8Inputs, with_fp8_inputs
-from maxlm.training.objectives import LossSums, make_objective, zero_sums
+from maxlm.training.objectives import LossSums, add_sums, make_objective, zero_sums
 from maxlm.training.optimizers.trainable import trainable
 from maxlm.training.reference import reference_params
 from maxlm.training.state import Params, TrainState, param_shardings
@@ -131,7 +131,7 @@ def _make_accumulate(config: Config, layout: Layout | SingleDevice, num_sources:
                 before = sum_totals[1]
                 if is_empty:
                     before = jax.tree.map(lambda total: jnp.where(index == 0, 0, total), before)
-                added = jax.tree.map(jnp.add, (sum_totals[0], before), (sums, grads))
+                added = add_sums(sum_totals[0], sums), jax.tree.map(jnp.add, before, grads)
                 return (*added, jax.tree.map(jnp.maximum, largest, maxima)), None
 
         zeros = (zero_sums(config, num_sources), zero_grads, jax.tree.map(jnp.zeros_like, scales))
@@ -148,7 +148,8 @@ def _reduced_once(config: Config, layout: Layout, shardings: Params, num_sources
     def on_device(*inputs: Any) -> tuple[LossSums, Params, Params]:
         sums, grads, maxima = accumulate(*inputs)
         grads = jax.tree.map(_reduce_scatter, grads, shardings)
-        return jax.lax.psum(sums, BATCH_AXES), grads, jax.lax.pmax(maxima, BATCH_AXES)
+        largest = jax.lax.pmax(sums.largest, BATCH_AXES)
+        return jax.lax.psum(sums, BATCH_AXES)._replace(largest=largest), grads, jax.lax.pmax(maxima, BATCH_AXES)
 
     whole, specs = PartitionSpec(), jax.tree.map(lambda sharding: sharding.spec, shardings)
     # Replication is not checked, because the kernels of attention do not declare it.

@@ -45,6 +45,7 @@ class LossSums(NamedTuple):
         part_counts: denominator of the mean of each of `parts`.
         load_LE: number of tokens that selected each expert, by layer with experts; None without experts and with
             objectives other than the next token.
+        largest: metrics that are no sums but the largest values; None with objectives other than GRPO.
     """
 
     loss: jax.Array
@@ -55,6 +56,7 @@ class LossSums(NamedTuple):
     parts: dict[str, jax.Array]
     part_counts: dict[str, jax.Array]
     load_LE: jax.Array | None = None
+    largest: dict[str, jax.Array] | None = None
 
 
 # (params, reference, slots, batch, dropout key) → the minimized sum and the `LossSums`. Only the first has a gradient.
@@ -80,12 +82,17 @@ def aux_names(config: Config) -> tuple[str, ...]:
     if config.train.objective == 'reward':
         return tuple(REWARD_PARTS)
     if config.train.objective == 'grpo':
-        off_policy = OFF_POLICY_PARTS if config.grpo.async_rollouts else ()
+        off_policy = OFF_POLICY_PARTS if config.grpo.max_staleness else ()
         of_values = VALUE_PARTS if config.model.value_head else ()
         return (*GRPO_PARTS, *off_policy, *(('kl',) if config.grpo.has_kl_loss else ()), *of_values)
     router = tuple(ROUTER_PARTS) if config.model.num_experts else ()
     distilled = ('distill_kl',) if config.teacher is not None or config.distill.logits_dir else ()
     return (*(('z_loss',) if config.train.z_loss else ()), *distilled, *mtp_names(config), *router)
+
+
+def largest_names(config: Config) -> tuple[str, ...]:
+    """Returns the names of the metrics that are largest values, which are the keys of `LossSums.largest`."""
+    return (LOGPROB_DIFFERENCE,) if config.train.objective == 'grpo' else ()
 
 
 def mtp_names(config: Config) -> tuple[str, ...]:
@@ -120,6 +127,7 @@ REWARD_PARTS = {
     'rewards/mean': 'mean_score',
 }
 GRPO_PARTS = ('clip_fraction', 'entropy', 'approx_kl')
+LOGPROB_DIFFERENCE = 'logprob_difference'
 OFF_POLICY_PARTS = ('importance_weight', 'importance_truncated_fraction')
 VALUE_PARTS = ('value_loss', 'value_clip_fraction')
 
@@ -137,7 +145,14 @@ def zero_sums(config: Config, num_sources: int = 0) -> LossSums:
     model, load_LE = config.model, None
     if model.num_experts and config.train.objective == 'next_token':
         load_LE = jnp.zeros((model.num_layers - model.num_dense_layers, model.num_experts))
-    return LossSums(zero, zero, zero, by_source, by_source, parts, parts, load_LE)
+    largest = dict.fromkeys(largest_names(config), zero) or None
+    return LossSums(zero, zero, zero, by_source, by_source, parts, parts, load_LE, largest)
+
+
+def add_sums(first: LossSums, second: LossSums) -> LossSums:
+    """Returns the sums over two batches."""
+    added: LossSums = jax.tree.map(jnp.add, first, second)
+    return added._replace(largest=jax.tree.map(jnp.maximum, first.largest, second.largest))
 
 
 def make_next_token(
@@ -355,7 +370,7 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
         if config.grpo.loss_type == 'dr_grpo':
             weight = (batch['weights'].max(axis=1) * config.grpo.max_completion_length).sum()
         parts = {'clip_fraction': sums.clipped, 'entropy': sums.entropy, 'approx_kl': sums.old_kl}
-        if config.grpo.async_rollouts:
+        if config.grpo.max_staleness:
             parts |= dict(zip(OFF_POLICY_PARTS, (sums.importance, sums.truncated), strict=True))
         if config.grpo.has_kl_loss:
             parts['kl'] = sums.reference_kl
@@ -363,6 +378,7 @@ def _make_policy(config: Config, partitioning: Partitioning) -> Objective:
             parts |= dict(zip(VALUE_PARTS, (sums.value_loss, sums.value_clipped), strict=True))
         loss = jax.lax.stop_gradient(sums.objective)
         none, counts = jnp.zeros(0), dict.fromkeys(parts, sums.tokens)
-        return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, counts)
+        largest = {LOGPROB_DIFFERENCE: sums.largest_difference}
+        return sums.objective, LossSums(loss, weight, sums.tokens, none, none, parts, counts, largest=largest)
 
     return policy

@@ -20,7 +20,7 @@ from maxlm.training.batch import HOLD, Batch
 from maxlm.training.fp8_history import record_maxima
 from maxlm.training.gradients import make_gradients, split_micro_batches
 from maxlm.training.loss_scale import loss_factor, update_loss_scale
-from maxlm.training.objectives import LossSums, make_objective, zero_sums
+from maxlm.training.objectives import LossSums, add_sums, make_objective, zero_sums
 from maxlm.training.optimizers.offload import global_norm
 from maxlm.training.optimizers.trainable import measured_params
 from maxlm.training.reference import reference_params
@@ -112,6 +112,7 @@ def make_train_step(
             **({} if state.spike_window is None else {'window_steps': state.spike_window.filled}),
             **scaling,
             **{name: total / jnp.maximum(sums.part_counts[name], 1) for name, total in sums.parts.items()},
+            **(sums.largest or {}),
             **({} if sums.load_LE is None else {'expert_load': sums.load_LE}),
             **({'source_loss': sums.source_loss, 'source_tokens': sums.source_tokens} if num_sources else {}),
         }
@@ -148,7 +149,7 @@ def make_eval_step(
         reference = reference_params(config, params, reference)
 
         def accumulate(sums: Any, micro_batch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, objective(params, reference, None, micro_batch, None)[1]), None
+            return add_sums(sums, objective(params, reference, None, micro_batch, None)[1]), None
 
         micro_batches = split_micro_batches(batch, config.rounds, layout)
         sums, _ = jax.lax.scan(accumulate, zero_sums(config, num_sources), micro_batches)

@@ -89,9 +89,12 @@ API = {
 OTHER_NAMES = {
     'Config': 'describes a run',
     'Dataset': 'describes data',
+    'Environment': 'is a type',
+    'EnvironmentStep': 'is a type',
     'Plan': 'compiles without parameters',
     'StateCallback': 'observes a run',
     'Trainer': 'trains like maxlm train',
+    'Trajectory': 'is a type',
     '__version__': 'a text',
     'init_state': 'makes parameters',
     'make_mesh': 'makes a mesh',

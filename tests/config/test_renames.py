@@ -146,3 +146,13 @@ def test_a_run_of_release_0_1_resumes(dataset, tmp_path, capsys):
     # Existing lines of the file are unchanged.
     assert '"perf/step_seconds"' in (tmp_path / 'run' / METRICS_FILE).read_text()
     assert [line['train/tokens'] for line in lines] == [128 * step for step in range(1, 7)]
+
+
+@pytest.mark.parametrize(('former', 'current'), [('True', 1), ('false', 0), ('yes', 1)])
+def test_a_former_switch_is_a_number(former, current):
+    assert load(TINY, [f'grpo.async_rollouts={former}']).grpo.max_staleness == current
+    switch = former != 'false'
+    assert current_config({'grpo': {'async_rollouts': switch}})['grpo']['max_staleness'] == current
+    values = default()
+    values.grpo.async_rollouts = switch
+    assert values.grpo.max_staleness == current

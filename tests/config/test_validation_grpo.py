@@ -44,8 +44,8 @@ def make(**settings):
         ),
         ({'grpo__loss_type': 'cispo'}, ['grpo.epsilon_high=0.2', 'grpo.loss_type=cispo', '5']),
         (
-            {'grpo__max_num_gen_batches': 2, 'grpo__async_rollouts': True},
-            ['grpo.max_num_gen_batches=2', 'grpo.async_rollouts=True'],
+            {'grpo__max_num_gen_batches': 2, 'grpo__max_staleness': 1},
+            ['grpo.max_num_gen_batches=2', 'grpo.max_staleness=1'],
         ),
         ({'grpo__max_num_gen_batches': 2, **GAE}, ['grpo.max_num_gen_batches=2', 'grpo.advantage_estimator=gae']),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from maxlm.parallel.layout import make_layout
-from maxlm.rl.rollout_generator import Sampler
+from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.runtime.initialize import initialize
 from tests.parameters import random_params
 from tests.small import small_config

@@ -7,8 +7,8 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.rl.dynamic_sampling import ScoredRollout, differ, fill_groups
+from maxlm.rl.generation.responses import EnvironmentUse, Responses, ToolUse
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_generator import Responses, ToolUse
 
 GRPO = GrpoConfig(num_generations=2, max_num_gen_batches=4)
 
@@ -73,3 +73,33 @@ def test_one_attempt_changes_nothing():
     found, metrics, attempts = fill([[1, 1, 0, 0]], dataclasses.replace(GRPO, max_num_gen_batches=1))
     assert (metrics, attempts) == ({}, [])
     assert not differ(found.scores, 2).any()
+
+
+def test_failed_conversations_do_not_count():
+    scores = Scores(np.array([1, 0, 1, 1, 1, 0, 0, 0], np.float32), {}, np.zeros(8))
+    assert differ(scores, 4).tolist() == [True, True]
+    excluded = np.array([0, 1, 0, 0, 1, 0, 1, 1], np.float32)
+    # The used rewards of the first group are equal, and the second group has a single one.
+    assert differ(scores._replace(excluded=excluded), 4).tolist() == [False, False]
+    assert differ(scores._replace(excluded=np.ones(8)), 4).tolist() == [False, False]
+
+
+def test_conversations_keep_their_prompts_and_scores():
+    def conversations(attempt, rewards, name):
+        found = rollout(attempt, rewards, has_tools=True)
+        rows = found.responses.tokens_BR[:, 0]
+        scores = Scores(found.scores.rewards, {name: rows.astype(np.float32)}, np.zeros(4), rows % 2)
+        prompts = tuple(np.full(row // 2 + 1, row, np.uint32) for row in rows)
+        use = EnvironmentUse(prompts, scores)
+        return ScoredRollout(found.prompts, found.responses._replace(environment=use), scores)
+
+    first, second = conversations(0, [1, 1, 0, 1], 'near'), conversations(1, [0, 1, 1, 1], 'far')
+    first, second = (each._replace(scores=each.scores._replace(excluded=np.zeros(4))) for each in (first, second))
+    found, _ = fill_groups(first, lambda _: second, GRPO)
+    rows = [100, 101, 2, 3]
+    assert [prompt.tolist() for prompt in found.responses.environment.prompts] == [
+        [row] * (row // 2 + 1) for row in rows
+    ]
+    np.testing.assert_array_equal(found.scores.components['near'], [np.nan, np.nan, 2, 3])
+    np.testing.assert_array_equal(found.scores.components['far'], [100, 101, np.nan, np.nan])
+    assert found.responses.environment.scores is found.scores

@@ -12,8 +12,8 @@ from maxlm.data.documents.document import Document
 from maxlm.data.documents.preference import parse_preference
 from maxlm.data.loader.windows import window_batch
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.reward_model import open_reward_model
-from maxlm.rl.rollout_generator import Responses
 from maxlm.training.forward import make_scores
 from tests.small import small_config, small_layout
 from tests.starting import MODEL, make_start

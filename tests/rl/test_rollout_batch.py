@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.rl.rollout_batch import KL, gather_scores, make_passes, response_rows, scored_rows, with_advantages
-from maxlm.rl.rollout_generator import Responses, Sampler
 from maxlm.training.batch import OLD_VALUES, PROXIMAL, RETURNS
 from maxlm.training.forward import make_forward, make_log_probs
 from maxlm.training.losses.advantages import advantages, generalized_advantages, whitened
@@ -68,7 +69,7 @@ def test_proximal_log_probabilities_are_those_of_the_sampler(sampled):
     config, layout, params, _, batch = sampled
     # Three rows at a time.
     train = dataclasses.replace(config.train, per_device_batch_size=3)
-    grpo = dataclasses.replace(config.grpo, async_rollouts=True, prompts_per_rollout=3, num_iterations=2)
+    grpo = dataclasses.replace(config.grpo, max_staleness=1, prompts_per_rollout=3, num_iterations=2)
     passes = make_passes(dataclasses.replace(config, train=train, grpo=grpo), layout)
     predicted = batch['predicted'] > 0
 
@@ -144,6 +145,56 @@ def test_kl_of_a_response_lowers_its_reward():
     np.testing.assert_allclose(batch['advantages'], rows['predicted'] * expected, rtol=1e-5)
     # Equal rewards, but different divergences.
     np.testing.assert_array_equal(batch['weights'], rows['predicted'])
+
+
+USED = np.array([True, False, True, True, True, False, False, False])
+REWARDS = np.array([1, 100, 2, 6, -3, 7, 8, 9], np.float32)
+
+
+def table_of_groups():
+    """Returns two groups of four responses; response n has n % 3 + 1 tokens with the value n."""
+    rng, lengths = np.random.default_rng(0), np.arange(8) % 3 + 1
+    predicted = (np.arange(4) < lengths[:, None]).astype(np.float32)
+    kl = (rng.normal(size=predicted.shape) * predicted).astype(np.float32)
+    values = np.repeat(np.arange(8, dtype=np.float32)[:, None], 4, axis=1)
+    return {'predicted': predicted, KL: kl, OLD_VALUES: values}
+
+
+@pytest.mark.parametrize('estimator', ['grpo', 'rloo'])
+def test_only_used_responses_are_compared(estimator):
+    """Groups shrink to their used responses, and a response without others has weight 0."""
+    grpo = GrpoConfig(num_generations=4, advantage_estimator=estimator, kl_coef=0.1, kl_in_reward=True)
+    rows = table_of_groups()
+    shaped = (REWARDS - 0.1 * rows[KL].sum(axis=1))[[0, 2, 3]]
+    batch, metrics = with_advantages(types.SimpleNamespace(grpo=grpo), rows, REWARDS, USED)
+    if estimator == 'rloo':
+        expected = [shaped[i] - np.delete(shaped, i).mean() for i in range(3)]
+    else:
+        expected = (shaped - shaped.mean()) / (shaped.std(ddof=1) + 1e-6)
+    found = batch['advantages'][:, 0]
+    np.testing.assert_allclose(found[[0, 2, 3]], expected, rtol=1e-5)
+    assert not found[[1, 4, 5, 6, 7]].any()
+    assert batch['weights'].any(axis=1).tolist() == [True, False, True, True, False, False, False, False]
+    used_tokens = rows['predicted'][USED].sum()
+    np.testing.assert_allclose(metrics['rollout/kl'], rows[KL][USED].sum() / used_tokens, rtol=1e-5)
+
+
+def test_values_are_whitened_over_used_responses():
+    grpo, rows = dataclasses.replace(GAE, num_generations=4), table_of_groups()
+    batch, metrics = with_advantages(types.SimpleNamespace(grpo=grpo), rows, REWARDS, USED)
+    # The used responses alone give the same batch, also the one whose group has no other.
+    alone = {name: values[USED] for name, values in rows.items()}
+    one = dataclasses.replace(grpo, num_generations=1)
+    expected, of_alone = with_advantages(types.SimpleNamespace(grpo=one), alone, REWARDS[USED])
+    for name in ('advantages', RETURNS, 'weights'):
+        np.testing.assert_allclose(batch[name][USED], expected[name], rtol=1e-6)
+        assert expected[name].any()
+    assert not batch['weights'][~USED].any()
+    assert not batch['advantages'][~USED].any()
+    assert metrics == pytest.approx(of_alone)
+    # Negative control: the others change the whitening if they are used.
+    whole, _ = with_advantages(types.SimpleNamespace(grpo=grpo), rows, REWARDS)
+    assert not np.allclose(whole['advantages'][USED], expected['advantages'], rtol=1e-2)
 
 
 def test_packed_responses_have_the_same_log_probabilities(sampled):

@@ -8,8 +8,8 @@ from trl.rewards import get_soft_overlong_punishment
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
+from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.scorer import RewardScorer
-from maxlm.rl.rollout_generator import Responses
 from maxlm.rl.token_rewards import check_overlong, soft_overlong_punishment, token_rewards
 
 GRPO = GrpoConfig(max_completion_length=10, soft_punish_cache=4, reward='numeric + 0.5*soft_overlong_punishment')

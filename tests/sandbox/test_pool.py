@@ -292,6 +292,27 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_closing_ends_the_programs_of_another_thread():
+    pool = SandboxPool(1, limits=LIMITS)
+    errors = []
+
+    def run():
+        try:
+            pool.run_many([SandboxJob('while True: pass')] * 100)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.2)
+    pool.close()
+    # Long before the limits of the programs, and without new workers.
+    thread.join(LIMITS.cpu_seconds)
+    assert not thread.is_alive()
+    assert errors == ['the sandbox is closed']
+    assert pool.workers[0].process.poll() is not None
+
+
 def test_an_unreferenced_pool_is_closed():
     pool = SandboxPool(1)
     worker = psutil.Process(pool.workers[0].process.pid)

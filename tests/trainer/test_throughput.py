@@ -72,19 +72,6 @@ def test_no_mfu_without_a_peak(clock):
     }
 
 
-def test_the_overlap_of_a_pause_counts(clock):
-    throughput = make_throughput()
-    throughput.start()
-    clock.now += 0.5
-    with throughput.paused('rollout') as exclude:
-        clock.now += 2
-        # The step ran for another quarter of a second.
-        exclude(0.25)
-    throughput.step_done(0)
-    metrics = throughput.read_interval()
-    assert (metrics['perf/step_time_seconds'], metrics['perf/rollout_seconds']) == (0.75, 1.75)
-
-
 def test_pauses_do_not_count(clock):
     throughput = make_throughput()
     throughput.start()

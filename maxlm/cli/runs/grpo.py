@@ -18,7 +18,7 @@ def main(argv: list[str], *, began: float | None = None) -> int:
     options = make_parser().parse_args(rest)
 
     from maxlm.cli.execution.train import execute
-    from maxlm.rl.rollouts import open_rollouts
+    from maxlm.rl.opening import open_rollouts
 
     return execute(options, overrides, open_rollouts, began=began)
 

@@ -53,11 +53,13 @@ class Renamed(NamedTuple):
         name: former name, with its section if that was another one.
         values: former values that were renamed too, and their current names.
         least: lower limit of the values of the current key.
+        was_bool: True if the former key was a switch: its values are 0 and 1 of the current key.
     """
 
     name: str
     values: Mapping[str, str] = MappingProxyType({})
     least: int | None = None
+    was_bool: bool = False
 
 
 class ValueBefore(NamedTuple):

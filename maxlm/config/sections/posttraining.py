@@ -62,6 +62,15 @@ class GrpoConfig:
     tools: tuple = ()
     # Maximum number of tool calls of a response.
     max_tool_calls: Annotated[int, Range(1, 10**5)] = 8
+    # Environment of the user ('package.module:Class', see docs/posttraining.md), or one of the package verifiers
+    # ('verifiers:NAME'), which opens conversations, answers the turns of the model and scores the result; '' = none.
+    environment: str = ''
+    # Arguments of the constructor of grpo.environment as a JSON object, e.g. '{"high": 100}'; '' = none.
+    environment_args: str = ''
+    # Time limit of each call of a method of grpo.environment, in seconds. A conversation that exceeds it has failed.
+    environment_timeout: Annotated[float, Range(0, 10**5, above=True)] = 60.0
+    # Maximum number of turns of the model in a conversation with grpo.environment.
+    max_turns: Annotated[int, Range(1, 10**5)] = 8
     # Run the functions of the user in grpo.reward, grpo.eval_reward and grpo.tools in the sandbox, without network,
     # environment variables or other files, and with limits on time and memory. A reward that fails during training is
     # 0.
@@ -80,11 +89,13 @@ class GrpoConfig:
     # Gather sharded parameters once per rollout instead of once per token. This is faster, but each device then holds
     # all parameters in the compute dtype.
     gather_params_for_generation: Annotated[bool, Renamed('gather_once')] = False
-    # Generate the next rollout while the responses of this one are scored, with the parameters before the updates by
-    # this one. Importance weights correct the loss for the difference.
-    async_rollouts: bool = False
-    # With async_rollouts: upper bound of the importance weights (Yao et al. 2025, "Your Efficient RL Framework Secretly
-    # Brings You Off-Policy RL Training": 2).
+    # Number of rollouts that are generated ahead, so that their rewards are computed while the devices generate and
+    # train. Rollout n, counted from 0, is generated with the parameters after rollout n - 1 - max_staleness, and the
+    # first ones with the initial parameters. Importance weights correct the loss for the difference. 0 = each rollout
+    # is generated with the newest parameters.
+    max_staleness: Annotated[int, Range(0, 1000), Renamed('async_rollouts', was_bool=True)] = 0
+    # With max_staleness above 0: upper bound of the importance weights (Yao et al. 2025, "Your Efficient RL Framework
+    # Secretly Brings You Off-Policy RL Training": 2).
     importance_sampling_cap: Annotated[float, Range(1, 1000)] = 2.0
     # Number of optimization passes over the same responses.
     num_iterations: Annotated[int, Range(1, 10**5), Renamed('epochs')] = 1
@@ -100,8 +111,9 @@ class GrpoConfig:
     vf_coef: Weight = 0.1
     cliprange_value: Weight = 0.2
     # Clipping range of the probability ratio, 1 - epsilon to 1 + epsilon_high (Yu et al. 2025, "DAPO": 0.2 and 0.28).
-    # The ratio compares a token's probability with that at sampling time, or with async_rollouts before the first
-    # update by the responses. With loss_type=cispo, epsilon_high is the largest ratio itself, and epsilon is not used.
+    # The ratio compares a token's probability with that at sampling time, or with max_staleness above 0 before the
+    # first update by the responses. With loss_type=cispo, epsilon_high is the largest ratio itself, and epsilon is not
+    # used.
     epsilon: Annotated[Fraction, Renamed('clip_low')] = 0.2
     epsilon_high: Annotated[Weight, Renamed('clip_high')] = 0.2
     # Weight of the KL divergence from the initial model; 0 = none, and no copy of the initial model.

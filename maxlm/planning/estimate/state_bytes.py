@@ -69,9 +69,25 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Returns the bytes of a checkpoint of a resolved config's run: parameters, their EMA and optimizer state."""
+    """Returns the bytes of a checkpoint of a resolved config's run.
+
+    They are those of the parameters, their EMA, the optimizer state and the pending rollouts.
+    """
     unsharded = dataclasses.replace(config, mesh=MeshConfig(fsdp=1))
-    return sum(planned_state_bytes(unsharded, with_reference=False))
+    return sum(planned_state_bytes(unsharded, with_reference=False)) + pending_bytes(config)
+
+
+def pending_bytes(config: Config) -> int:
+    """Returns the bytes of the pending rollouts of `grpo.max_staleness`, which each process has in its memory.
+
+    A token has an id and a log-probability, and with tools its origin. Their arrays have the columns of the longest
+    response, here `grpo.max_completion_length`.
+    """
+    grpo = config.grpo
+    if config.train.objective != 'grpo':
+        return 0
+    rows = grpo.max_staleness * grpo.prompts_per_rollout * grpo.num_generations
+    return rows * grpo.max_completion_length * (9 if grpo.tools else 8)
 
 
 def replay_bytes(config: Config) -> StateBytes:

@@ -1,4 +1,4 @@
-"""Opens the sandbox for the functions of the user in a config."""
+"""Opens the sandbox or the process for the functions of the user in a config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.log import logger
+from maxlm.rl.rewards.reward_process import RewardProcess
 from maxlm.rl.rewards.rewards import parse_reward
 from maxlm.rl.rewards.tools import tool_function
-from maxlm.sandbox.functions import FunctionPool
+from maxlm.sandbox.functions import FunctionPool, UserFunction
 
 
 def open_functions(grpo: GrpoConfig, stack: contextlib.ExitStack) -> FunctionPool | None:
@@ -20,11 +21,27 @@ def open_functions(grpo: GrpoConfig, stack: contextlib.ExitStack) -> FunctionPoo
     """
     if not grpo.sandbox_functions:
         return None
-    sums = [parse_reward(reward, is_imported=False) for reward in (grpo.reward, grpo.eval_reward) if reward]
-    found = dict.fromkeys(function for total in sums for function in total.user_functions)
-    found |= dict.fromkeys(map(tool_function, grpo.tools))
+    found = dict.fromkeys([*_rewards(grpo), *map(tool_function, grpo.tools)])
     if not found:
         return None
     functions = stack.enter_context(FunctionPool(list(found)))
     logger.info(f'{", ".join(function.name for function in found)} run in a {functions}')
     return functions
+
+
+def open_reward_process(grpo: GrpoConfig, stack: contextlib.ExitStack) -> RewardProcess | None:
+    """Returns the process of rewards that are computed in the background; None if they are not, or not outside of the
+    sandbox.
+
+    Raises:
+        InputError: a reward cannot be parsed or imported.
+    """
+    found = list(dict.fromkeys(_rewards(grpo)))
+    if not found or grpo.sandbox_functions or not grpo.max_staleness:
+        return None
+    return stack.enter_context(RewardProcess(found))
+
+
+def _rewards(grpo: GrpoConfig) -> list[UserFunction]:
+    sums = [parse_reward(reward, is_imported=False) for reward in (grpo.reward, grpo.eval_reward) if reward]
+    return [function for total in sums for function in total.user_functions]

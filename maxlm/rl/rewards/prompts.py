@@ -38,7 +38,7 @@ class Prompts(NamedTuple):
 
     Attributes:
         path: path or URL of the file.
-        ids: token ids of each prompt, uint32 [number of tokens].
+        ids: token ids of each prompt, uint32 [number of tokens]; empty for examples of an environment.
         tasks: the line of each prompt, with all its keys.
         lines: line number of each prompt, counted from 1.
         num_dropped: number of prompts that were too long.
@@ -65,8 +65,8 @@ class Prompts(NamedTuple):
         """Returns the SHA-256 of ids and tasks in order, which does not depend on the path of the file."""
         digest = hashlib.sha256()
         for ids, task in zip(self.ids, self.tasks, strict=True):
-            # The ids determine the prompt.
-            fields = {key: value for key, value in task.items() if key not in (*PROMPT_KEYS, TOOLS)}
+            # The ids determine the prompt, except for examples of an environment.
+            fields = {key: value for key, value in task.items() if not len(ids) or key not in (*PROMPT_KEYS, TOOLS)}
             digest.update(json.dumps([ids.tolist(), fields], sort_keys=True).encode() + b'\n')
         return digest.hexdigest()
 

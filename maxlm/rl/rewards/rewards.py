@@ -38,11 +38,14 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rl.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
 from maxlm.rl.rewards.code_task import extract_code, run_tasks
+from maxlm.rl.rewards.reward_process import RewardProcess
 from maxlm.sandbox.functions import FunctionCall, FunctionPool, UserFunction
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.function_call import FunctionResult, call_function
 
 Task = Mapping[str, Any]
+# Where rewards of the user run outside of this process.
+Functions = FunctionPool | RewardProcess
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
@@ -202,12 +205,13 @@ def user_function(name: str) -> UserFunction:
     return UserFunction(name, 'reward', ('response', 'prompt'))
 
 
-def sandboxed_reward(name: str, functions: FunctionPool, *, is_check: bool) -> BatchReward:
-    """Returns a reward of the user that runs in the sandbox, see `user_reward`.
+def remote_reward(name: str, functions: Functions, *, is_check: bool) -> BatchReward:
+    """Returns a reward of the user that runs in the sandbox or in the reward process, see `user_reward`.
 
-    A response must not be able to stop a run, so a call that fails has no reward, and one warning counts these calls.
-    With `is_check`, it raises UserRewardError instead.
+    With the sandbox, a response must not be able to stop a run, so a call that fails has no reward, and one warning
+    counts these calls. With `is_check` and in the reward process, it raises UserRewardError instead.
     """
+    raises = is_check or isinstance(functions, RewardProcess)
 
     def reward(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float | None]:
         calls = [FunctionCall(name, (response, dict(task))) for response, task in zip(responses, tasks, strict=True)]
@@ -217,7 +221,7 @@ def sandboxed_reward(name: str, functions: FunctionPool, *, is_check: bool) -> B
             try:
                 values.append(_value(name, result, task))
             except UserRewardError as error:
-                if is_check:
+                if raises:
                     raise
                 values.append(None)
                 errors.append(str(error))
@@ -236,15 +240,15 @@ def _value(name: str, result: FunctionResult, task: Task) -> float:
     raise UserRewardError(f'the reward {name} returned {result.text[:80]!r}; return a number from -1e9 to 1e9', task)
 
 
-def find_reward(name: str, functions: FunctionPool | None = None, *, is_check: bool = False) -> BatchReward:
+def find_reward(name: str, functions: Functions | None = None, *, is_check: bool = False) -> BatchReward:
     """Returns the reward of this name. Raises InputError if it does not exist.
 
-    Rewards of the user run in `functions` if given, see `sandboxed_reward`.
+    Rewards of the user run in `functions` if given, see `remote_reward`.
     """
     if name in REWARDS:
         return REWARDS[name]
     if is_function_name(name):
-        return user_reward(name) if functions is None else sandboxed_reward(name, functions, is_check=is_check)
+        return user_reward(name) if functions is None else remote_reward(name, functions, is_check=is_check)
     close = difflib.get_close_matches(name, REWARDS, 1)
     hint = (
         f'did you mean {close[0]}?'
@@ -293,7 +297,7 @@ class RewardSum(NamedTuple):
         responses: Sequence[str],
         tasks: Sequence[Task],
         pool: SandboxPool | None = None,
-        functions: FunctionPool | None = None,
+        functions: Functions | None = None,
         by_tokens: Mapping[str, Sequence[float]] = MappingProxyType({}),
     ) -> list[Score]:
         """Scores each response by its task, with the rewards of the user in `functions` if given.

@@ -17,8 +17,17 @@ from maxlm.errors import InputError
 from maxlm.log import logger
 from maxlm.rl.rewards.code_task import sandbox_jobs
 from maxlm.rl.rewards.prompts import Prompts
-from maxlm.rl.rewards.rewards import NEED_SANDBOX, REWARDS, TOKEN_REWARDS, Score, Task, find_reward, parse_reward
-from maxlm.sandbox.functions import FunctionPool, num_cores
+from maxlm.rl.rewards.rewards import (
+    NEED_SANDBOX,
+    REWARDS,
+    TOKEN_REWARDS,
+    Functions,
+    Score,
+    Task,
+    find_reward,
+    parse_reward,
+)
+from maxlm.sandbox.functions import num_cores
 from maxlm.sandbox.limits import SandboxLimits
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.unit_tests import count_tests
@@ -36,20 +45,35 @@ class Scores(NamedTuple):
         rewards: float32 [N].
         components: unweighted values of each reward by name, float32 [N].
         failed: 1 if a reward of the user in the sandbox failed for the response, else 0, float32 [N].
+        excluded: 1 if the response is not used, because its environment failed, else 0, float32 [N]; None = all are
+            used. Components may be NaN for responses without this reward.
     """
 
     rewards: np.ndarray
     components: dict[str, np.ndarray]
     failed: np.ndarray
+    excluded: np.ndarray | None = None
+
+    @property
+    def used(self) -> np.ndarray:
+        """True for responses that are used: bool [N]."""
+        return np.ones(len(self.rewards), bool) if self.excluded is None else self.excluded == 0
 
     def metrics(self, config: GrpoConfig) -> dict[str, float]:
         """Returns the metrics of a rollout, whose responses to the same prompt are consecutive."""
-        groups_PS = self.rewards.reshape(-1, config.num_generations)
+        groups_PS, used_PS = (values.reshape(-1, config.num_generations) for values in (self.rewards, self.used))
+        has_any = used_PS.any(axis=1)
+        groups_PS, used_PS = groups_PS[has_any], used_PS[has_any]
+        # Without excluded responses, the sums have the same order as before there were any.
+        where: Any = True if self.excluded is None else used_PS
+        spread = np.max(groups_PS, axis=1, where=where, initial=-np.inf)
+        spread = spread - np.min(groups_PS, axis=1, where=where, initial=np.inf)
+        parts = {name: part[self.used & ~np.isnan(part)] for name, part in self.components.items()}
         return {
-            'rollout/reward': float(self.rewards.mean()),
-            'rollout/reward_std': float(groups_PS.std(axis=1).mean()),
-            **{f'rollout/reward/{name}': float(part.mean()) for name, part in self.components.items()},
-            'rollout/frac_reward_zero_std': float((np.ptp(groups_PS, axis=1) == 0).mean()),
+            'rollout/reward': float(self.rewards[self.used].mean()),
+            'rollout/reward_std': float(groups_PS.std(axis=1, where=where).mean()),
+            **{f'rollout/reward/{name}': float(part.mean()) for name, part in parts.items() if len(part)},
+            'rollout/frac_reward_zero_std': float((spread == 0).mean()),
             **({'rollout/reward_errors': float(self.failed.mean())} if config.sandbox_functions else {}),
         }
 
@@ -66,7 +90,7 @@ class RewardScorer:
         *rewards: str,
         workers: int | None = None,
         limits: SandboxLimits | None = None,
-        functions: FunctionPool | None = None,
+        functions: Functions | None = None,
     ):
         """
         Args:
@@ -74,7 +98,7 @@ class RewardScorer:
             rewards: further sums for `score`; they share the sandbox.
             workers: number of programs that run at the same time; defaults to the number of cores of this process.
             limits: resource limits of programs.
-            functions: sandbox of the rewards of the user; None = they run in this process.
+            functions: sandbox or process of the rewards of the user; None = they run in this process.
 
         Raises:
             InputError: a sum cannot be parsed, or this machine cannot isolate untrusted programs.
@@ -142,7 +166,7 @@ class RewardScorer:
         )
 
 
-def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = None) -> None:
+def check_tasks(prompts: Prompts, reward: str, functions: Functions | None = None) -> None:
     """Checks before training that each task has valid values for all keys that a sum of rewards requires.
 
     A reward of the user is only called for the first task, because it may be slow. It runs in `functions` if given.
@@ -162,7 +186,7 @@ def check_tasks(prompts: Prompts, reward: str, functions: FunctionPool | None = 
                 raise InputError(f'{prompts.location(index)}: {error}') from error
 
 
-def _check_by(name: str, functions: FunctionPool | None = None) -> Callable[[Task], None]:
+def _check_by(name: str, functions: Functions | None = None) -> Callable[[Task], None]:
     def check(task: Task) -> None:
         find_reward(name, functions, is_check=True)([PROBE_RESPONSE], [task], None)
 

@@ -22,7 +22,7 @@ REQUEST, FORK, END = b'Q', b'K', b'E'
 RESULT, REFUSED, FAILED, NO_MEMORY, TOO_LONG = b'R', b'I', b'F', b'M', b'L'
 # No site packages, no user directory and no directory of a script. The environment is given. Output is not buffered,
 # because a fork would write what the buffers contain.
-_PYTHON = (sys.executable, '-s', '-S', '-P', '-B', '-u', '-c')
+_ISOLATED = ('-s', '-S', '-P', '-B', '-u')
 _BOOTSTRAP = (
     'import importlib, json, socket, sys; module, name, descriptor, path, *arguments = sys.argv[1:]; '
     'sys.path[:0] = json.loads(path); '
@@ -32,7 +32,7 @@ _MAX_CHUNK_BYTES = 1 << 20
 
 
 def start_interpreter(
-    function: str, *arguments: str, path: Sequence[str], environment: Mapping[str, str]
+    function: str, *arguments: str, path: Sequence[str], environment: Mapping[str, str], is_trusted: bool = False
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts a process that calls a function with a socket, and returns the process and the other end of the socket.
 
@@ -43,6 +43,7 @@ def start_interpreter(
         arguments: arguments of the function after the socket.
         path: directories to search for modules before those of the standard library.
         environment: environment variables.
+        is_trusted: keep the working directory, the output and the site packages of this process.
 
     Raises:
         OSError: the system has no more processes, descriptors or memory.
@@ -51,14 +52,16 @@ def start_interpreter(
     module, _, name = function.partition(':')
     with other:
         try:
+            flags, output, directory = ((), None, None) if is_trusted else (_ISOLATED, subprocess.DEVNULL, '/')
+            words = [_BOOTSTRAP, module, name, str(other.fileno()), json.dumps(path), *arguments]
             process = subprocess.Popen(
-                [*_PYTHON, _BOOTSTRAP, module, name, str(other.fileno()), json.dumps(path), *arguments],
+                [sys.executable, *flags, '-c', *words],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=[other.fileno()],
                 env=dict(environment),
-                cwd='/',
+                cwd=directory,
                 start_new_session=True,
             )
         except BaseException:

@@ -35,6 +35,8 @@ class PolicySums(NamedTuple):
         truncated: number of tokens whose importance weight is truncated.
         value_loss: Σ loss of the value head.
         value_clipped: number of tokens whose value is clipped.
+        largest_difference: largest absolute difference of the log-probability of a token from that at sampling time,
+            which is no sum.
     """
 
     objective: jax.Array
@@ -47,6 +49,7 @@ class PolicySums(NamedTuple):
     truncated: jax.Array
     value_loss: jax.Array
     value_clipped: jax.Array
+    largest_difference: jax.Array
 
 
 class Values(NamedTuple):
@@ -115,9 +118,9 @@ def policy_sums(
 
     Here v is the value, v' the old value, R the return and c = cliprange_value.
 
-    With `async_rollouts`, the policy that sampled the tokens is older than the proximal policy, which is the policy
-    before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative to the
-    proximal policy, and w = min(p/b, importance_sampling_cap) without gradient, with the probabilities p by the
+    With `max_staleness` above 0, the policy that sampled the tokens is older than the proximal policy, which is the
+    policy before the first update by these responses. This is the decoupled objective of Fu et al. 2025: r is relative
+    to the proximal policy, and w = min(p/b, importance_sampling_cap) without gradient, with the probabilities p by the
     proximal policy and b at sampling time. The truncation is that of Yao et al. 2025. With gspo, p/b is also the
     geometric mean over the tokens of the response.
 
@@ -130,8 +133,8 @@ def policy_sums(
         predicted_BT: 1 at tokens of responses, else 0.
         weights_BT: weights of the tokens in the loss.
         config: section `grpo` of the config.
-        proximal_BT: with `async_rollouts`, log-probabilities by the proximal policy. None in the first step after a
-            rollout, in which the trained policy is the proximal policy.
+        proximal_BT: with `max_staleness` above 0, log-probabilities by the proximal policy. None in the first step
+            after a rollout, in which the trained policy is the proximal policy.
         values: outputs and targets of the value head; None without one.
     """
     # Select before multiplying: positions without a target may contain non-finite values.
@@ -148,7 +151,7 @@ def policy_sums(
     log_ratio_BT = old_log_ratio_BT
     importance_BT = jnp.ones_like(log_ratio_BT)
     truncated_BT = jnp.zeros_like(log_ratio_BT)
-    if config.async_rollouts:
+    if config.max_staleness:
         if proximal_BT is None:
             proximal_BT = jax.lax.stop_gradient(log_probs_BT)
         log_ratio_BT = jnp.where(is_predicted, log_probs_BT - proximal_BT, 0)
@@ -164,7 +167,7 @@ def policy_sums(
         bounded_BT = jnp.clip(ratio_BT, 1 - config.epsilon, 1 + config.epsilon_high)
         gain_BT = jnp.minimum(ratio_BT * advantages_BT, bounded_BT * advantages_BT)
         is_clipped_BT = bounded_BT * advantages_BT < ratio_BT * advantages_BT
-    loss_BT = -importance_BT * gain_BT if config.async_rollouts else -gain_BT
+    loss_BT = -importance_BT * gain_BT if config.max_staleness else -gain_BT
     reference_kl_BT = value_loss_BT = value_clipped_BT = jnp.zeros_like(loss_BT)
     if reference_BT is not None:
         reference_kl_BT = kl_divergence(jnp.where(is_predicted, log_probs_BT - reference_BT, 0), config.kl_estimator)
@@ -189,6 +192,7 @@ def policy_sums(
         truncated=total(truncated_BT),
         value_loss=total(value_loss_BT),
         value_clipped=total(value_clipped_BT),
+        largest_difference=jax.lax.stop_gradient(jnp.abs(old_log_ratio_BT).max()),
     )
 
 

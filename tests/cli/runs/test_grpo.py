@@ -11,7 +11,7 @@ from maxlm.data.chat.template import CHATML
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, exit_code
 from maxlm.inference.tool_calls import ToolCall
-from maxlm.rl.tool_environment import ToolEnvironment
+from maxlm.rl.generation.tool_environment import ToolEnvironment
 from tests.cli.runs.test_train import curve
 from tests.conftest import ROOT
 from tests.processes import Processes
@@ -51,6 +51,9 @@ def test_the_reward_increases(finished):
     # The responses are sampled from the model of the first step; before the second step, the model has changed.
     assert [lines[step]['train/approx_kl'] < 1e-9 for step in range(1, 9)] == [True, False] * 4
     assert all(lines[step]['train/approx_kl'] >= 0 for step in range(1, 9))
+    # Cached decoding and the step differ by rounding, and the second step has another policy.
+    assert all(0 <= lines[step]['train/logprob_difference'] < 1e-4 for step in (1, 3, 5, 7))
+    assert all(lines[step]['train/logprob_difference'] > 1e-2 for step in (2, 4, 6, 8))
     wanted = {'eval/accuracy', 'eval/pass_at_1', 'eval/pass_at_k', 'eval/length', 'eval/loss'}
     assert [wanted <= lines[step].keys() for step in (0, 2, 4, 6, 8)] == [True, False, True, False, True]
     assert lines[8]['eval/loss'] == 1 - lines[8]['eval/accuracy']
@@ -63,7 +66,7 @@ def test_the_reward_increases(finished):
 @pytest.fixture(scope='module')
 def asynchronous(start, tmp_path_factory):
     workdir = tmp_path_factory.mktemp('asynchronous') / 'run'
-    assert run(start, workdir, grpo__async_rollouts=True) == EXIT_DONE
+    assert run(start, workdir, grpo__max_staleness=1) == EXIT_DONE
     return workdir
 
 
@@ -114,10 +117,11 @@ def test_the_documented_reward_of_the_user(start, tmp_path, monkeypatch):
     assert line['rollout/reward'] == pytest.approx(line['rollout/reward/numeric'] + 0.5)
 
 
-def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize('k', [0, 1])
+def test_a_failing_reward_of_the_user_is_one_line(start, tmp_path, monkeypatch, capsys, k):
     body = 'def f(response, prompt):\n    return 1 / (prompt["answer"] + (response == "0"))'
     name = write_module(tmp_path, monkeypatch, body)
-    settings = user_prompts(tmp_path, 1, 1, 0, 1)
+    settings = user_prompts(tmp_path, 1, 1, 0, 1) | {'grpo__max_staleness': k}
     assert run(start, tmp_path / 'run', grpo__reward=f'{name}:f', **settings) == EXIT_BAD_INPUT
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert f'mine.jsonl:3: the reward {name}:f raised ZeroDivisionError' in error
@@ -202,7 +206,7 @@ def test_another_mesh_learns_the_same(start, finished, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.parametrize('is_async', [False, True])
 def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, tmp_path, is_async):
-    words = [*grpo_arguments(start, grpo__async_rollouts=is_async), f'--workdir={tmp_path / "run"}']
+    words = [*grpo_arguments(start, grpo__max_staleness=int(is_async)), f'--workdir={tmp_path / "run"}']
     with Processes(2, 4, words, logs=tmp_path, module='maxlm.grpo') as processes:
         codes = processes.wait()
         assert codes == [EXIT_DONE] * 2, processes.output(0) + processes.output(1)
@@ -225,7 +229,6 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
         ({'grpo__reward': 'no_such_module:f'}, "no module 'no_such_module'"),
         ({'grpo__reward': 'no_such_module:f', 'grpo__sandbox_functions': True}, "no module 'no_such_module'"),
         ({'grpo__tools': "('calculate',)"}, "grpo.tools: 'calculate' is not the name of a function"),
-        ({'grpo__tools': "('math:exp',)", 'grpo__async_rollouts': True}, 'grpo.tools with grpo.async_rollouts=True'),
         ({'grpo__tools': "('math:exp',)"}, "grpo.tools=('math:exp',): the model has no chat template"),
         ({'grpo__eval_reward': 'length + math:zzz'}, "has no 'zzz'"),
         ({'grpo__reward': 'numeric'}, "prompts.jsonl:1: the reward numeric requires the key 'answer'"),
@@ -243,7 +246,7 @@ def test_two_processes_write_and_learn_the_same(start, finished, asynchronous, t
         ({'train__num_steps': 0, 'train__hours': 1}, 'train.hours=1.0: not supported by maxlm grpo'),
         (
             {'grpo__importance_sampling_cap': 3.0},
-            'grpo.importance_sampling_cap=3 has no effect with grpo.async_rollouts=False',
+            'grpo.importance_sampling_cap=3 has no effect with grpo.max_staleness=0',
         ),
         ({'eval__interval': 3}, 'eval.interval=3 is not a multiple of 2, the number of steps per rollout'),
         ({'grpo__eval_prompts': ''}, "grpo.eval_prompts='' with eval.interval"),

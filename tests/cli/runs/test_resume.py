@@ -85,7 +85,7 @@ def commands(dataset, tmp_path_factory):
             preference_arguments(preferences, **SETTINGS, data__path=preferences / 'labels', dpo__loss_type='kto'),
         ),
         'grpo': (grpo.main, grpo_arguments(prompts, **rewarded)),
-        'grpo_async': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__async_rollouts=True)),
+        'grpo_async': (grpo.main, grpo_arguments(prompts, **rewarded, grpo__max_staleness=1)),
         'grpo_dynamic': (grpo.main, grpo_arguments(prompts, **rewarded, **DYNAMIC)),
         'grpo_ppo': (grpo.main, grpo_arguments(prompts, **rewarded, **PPO)),
     }

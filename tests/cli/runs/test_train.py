@@ -84,7 +84,10 @@ CLOCKED = (
     'rollout/tokens_per_second',
     'rollout/reward_seconds',
     'rollout/hidden_reward_seconds',
-    'rollout/wait_seconds',
+    'rollout/generate_seconds',
+    'rollout/reward_wait_seconds',
+    'rollout/tool_wait_seconds',
+    'rollout/train_seconds',
 )
 
 

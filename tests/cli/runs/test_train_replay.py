@@ -89,7 +89,7 @@ def test_replays_change_nothing_in_posttraining(tmp_path, objective):
         main, words = train.main, preference_arguments(tmp_path / 'data', **SETTINGS)
     else:
         make_prompts(tmp_path / 'data')
-        settings = {**SETTINGS, 'eval__interval': LAST, 'grpo__async_rollouts': objective == 'grpo_async'}
+        settings = {**SETTINGS, 'eval__interval': LAST, 'grpo__max_staleness': int(objective == 'grpo_async')}
         main, words = grpo.main, grpo_arguments(tmp_path / 'data', **settings)
     for fraction in (0, 1):
         options = [f'--workdir={tmp_path}/{fraction}', f'--config.guard.replay_fraction={fraction}']

@@ -140,7 +140,7 @@ def decoupled(new, proximal, *, config, old=OLD, advantage=2.0):
 
 @pytest.mark.parametrize('loss_type', TABLE)
 def test_decoupled_loss_equals_a_table(loss_type):
-    config = dataclasses.replace(CONFIG, async_rollouts=True, loss_type=loss_type)
+    config = dataclasses.replace(CONFIG, max_staleness=1, loss_type=loss_type)
     probabilities, (loss, slope, importance, truncated) = TABLE[loss_type]
     old, proximal, new = np.log(probabilities)
     (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(new, proximal, config=config, old=old)
@@ -150,7 +150,7 @@ def test_decoupled_loss_equals_a_table(loss_type):
     # The KL divergence from the policy that sampled the tokens does not depend on the proximal policy.
     np.testing.assert_allclose(sums.old_kl, (np.exp(old - new) - 1 - (old - new)).sum(), rtol=1e-5)
     # Negative controls: the synchronous loss, and another cap.
-    plain = decoupled(new, None, config=dataclasses.replace(config, async_rollouts=False), old=old)[0]
+    plain = decoupled(new, None, config=dataclasses.replace(config, max_staleness=0), old=old)[0]
     other = decoupled(new, proximal, config=dataclasses.replace(config, importance_sampling_cap=4.0), old=old)[0]
     assert min(abs(plain - loss), abs(other - loss)) > 0.1
 
@@ -158,7 +158,7 @@ def test_decoupled_loss_equals_a_table(loss_type):
 @pytest.mark.parametrize('loss_type', TABLE)
 def test_one_step_per_rollout_needs_no_proximal_log_probabilities(loss_type):
     """The first step has the ratio 1 and the gradient -w · A."""
-    config = dataclasses.replace(CONFIG, async_rollouts=True, loss_type=loss_type)
+    config = dataclasses.replace(CONFIG, max_staleness=1, loss_type=loss_type)
     (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
     again, slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, NEW, config=config)
     np.testing.assert_allclose(found, again[0], rtol=1e-6)
@@ -171,7 +171,7 @@ def test_one_step_per_rollout_needs_no_proximal_log_probabilities(loss_type):
 @pytest.mark.parametrize('loss_type', ['grpo', 'dapo', 'dr_grpo', 'gspo'])
 def test_decoupled_loss_with_weights_of_one_is_the_synchronous_loss(loss_type):
     config = dataclasses.replace(CONFIG, loss_type=loss_type)
-    decoupled_config = dataclasses.replace(config, async_rollouts=True)
+    decoupled_config = dataclasses.replace(config, max_staleness=1)
     (expected, _), slope = jax.value_and_grad(decoupled, has_aux=True)(NEW, None, config=config)
     (found, sums), gradient = jax.value_and_grad(decoupled, has_aux=True)(NEW, OLD, config=decoupled_config)
     assert (found, sums.importance, sums.truncated) == (expected, 3, 0)
@@ -276,3 +276,12 @@ def test_value_loss_equals_a_table():
     np.testing.assert_allclose([sums.value_loss, sums.value_clipped], [losses.sum(), 1], rtol=1e-6)
     # A clipped value has no gradient.
     np.testing.assert_allclose(gradient[0], [0.5 * (0.1 - 1), 0, 0.5 * (-0.9 - 1)], rtol=1e-6)
+
+
+def test_the_largest_difference_covers_trained_tokens():
+    predicted, old, new, _ = batch()
+    new[predicted == 0] = np.inf
+    words = {'reference': None, 'advantage': np.ones(B, np.float32), 'weights': predicted}
+    sums = objective(new, config=CONFIG, predicted=predicted, old=old, **words)[1]
+    assert sums.largest_difference == np.abs(new - old)[predicted > 0].max()
+    assert objective(old, config=CONFIG, predicted=predicted, old=old, **words)[1].largest_difference == 0

@@ -272,7 +272,7 @@ REWARDS = {
     ),
     # The mode token_truncate of TRL with the largest weight CAP.
     'truncated importance sampling': (
-        {'loss_type': 'dapo', 'async_rollouts': True, 'importance_sampling_cap': CAP},
+        {'loss_type': 'dapo', 'max_staleness': 1, 'importance_sampling_cap': CAP},
         {'loss_type': 'dapo', 'use_vllm': True, 'vllm_importance_sampling_correction': True},
     ),
 }
@@ -334,12 +334,12 @@ def grpo_loss(settings, policy):
         found,
         entropies[batch['tokens']],
         log_probs(REFERENCE, batch) if grpo.kl_coef else None,
-        old_log_probs_BT=log_probs(SAMPLING_POLICY if grpo.async_rollouts else OLD_POLICY, batch),
+        old_log_probs_BT=log_probs(SAMPLING_POLICY if grpo.max_staleness else OLD_POLICY, batch),
         advantages_BT=jnp.broadcast_to(jnp.array(ADVANTAGES)[:, None], found.shape),
         predicted_BT=predicted,
         weights_BT=weights,
         config=grpo,
-        proximal_BT=log_probs(OLD_POLICY, batch) if grpo.async_rollouts else None,
+        proximal_BT=log_probs(OLD_POLICY, batch) if grpo.max_staleness else None,
     )
     is_budget = grpo.loss_type == 'dr_grpo'
     return sums.objective / (len(RESPONSES) * LONGEST if is_budget else weights.sum())

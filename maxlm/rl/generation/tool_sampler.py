@@ -1,8 +1,8 @@
-"""Generates responses that call tools, in rounds.
+"""Generates responses of several turns, in rounds: with calls of tools, or conversations with environments.
 
-The first round generates all responses. The next rounds continue those whose last turn calls tools, after the results,
-until no turn calls a tool or a limit is reached. The key of a token depends on the seed, the row and the position, so
-a response does not depend on the rounds of other responses.
+The first round generates all responses. The next rounds continue those whose last turn has a reply, such as the results
+of tools, until no turn has one or a limit is reached. The key of a token depends on the seed, the row and the position,
+so a response does not depend on the rounds of other responses.
 
 Shapes: B rows, R maximum response tokens.
 """
@@ -15,9 +15,10 @@ import numpy as np
 
 from maxlm.config.schema import Config
 from maxlm.parallel.layout import Layout
-from maxlm.rl.rollout_generator import Responses, Sampler, ToolUse
-from maxlm.rl.tool_continuation import ContinuationSampler
-from maxlm.rl.tool_environment import Environment
+from maxlm.rl.generation.responses import Responses, ToolUse
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.tool_continuation import ContinuationSampler
+from maxlm.rl.generation.tool_environment import TurnReplies
 from maxlm.training.state import Params
 
 
@@ -25,13 +26,13 @@ class ToolSampler:
     """A `Sampler` whose responses contain tool calls and their results."""
 
     def __init__(
-        self, sampler: Sampler, environment: Environment, config: Config, layout: Layout, *, ends: Sequence[int]
+        self, sampler: Sampler, environment: TurnReplies, config: Config, layout: Layout, *, ends: Sequence[int]
     ):
         """Initializes the sampler.
 
         Args:
             sampler: sampler of the first turns.
-            environment: runs the tools.
+            environment: runs the tools, or passes the turns to environments.
             config: resolved config of the run.
             layout: layout of the parameters.
             ends: token ids that end a turn.
@@ -83,7 +84,7 @@ class ToolSampler:
         going = np.flatnonzero(ended_B).tolist()
         while going:
             turns = [tokens_BR[row, start_B[row] : num_B[row]].tolist() for row in going]
-            replies = self._environment.replies(turns, (self._max_calls - calls_B[going]).tolist())
+            replies = self._environment.replies(going, turns, (self._max_calls - calls_B[going]).tolist())
             continued = []
             for row, reply in zip(going, replies, strict=True):
                 if reply is None:
@@ -122,7 +123,7 @@ class ToolSampler:
 
 def tool_metrics(responses: Responses) -> dict[str, float]:
     """Returns metrics of the tool calls in responses; empty without tools."""
-    if responses.tools is None:
+    if responses.tools is None or responses.environment is not None:
         return {}
     _, calls_B, errors_B = responses.tools
     return {

@@ -16,8 +16,8 @@ from maxlm.errors import InputError
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import LoadedModel
 from maxlm.inference.sampling import Sampling
-from maxlm.rl.rollout_generator import Sampler
-from maxlm.rl.rollout_shape import plan_runs
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.rollout_shape import plan_runs
 from maxlm.training.state import abstract_model
 from tests.inference.engines import new_engine
 from tests.parameters import random_params

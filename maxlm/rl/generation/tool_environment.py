@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
-
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.data.chat.encoder import ChatEncoder
@@ -17,6 +12,7 @@ from maxlm.data.chat.tool_results import encode_tool_results
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
 from maxlm.inference.tool_calls import ToolCall, ToolCallParser
+from maxlm.rl.environments.first_process import run_in_first_process
 from maxlm.rl.rewards.tools import ToolResult, Tools
 from maxlm.sandbox.functions import FunctionPool
 from maxlm.storage.json_text import parse_json
@@ -36,13 +32,16 @@ class Reply(NamedTuple):
     num_errors: int
 
 
-class Environment(Protocol):
+class TurnReplies(Protocol):
     """Answers turns of the model."""
 
-    def replies(self, turns: Sequence[Sequence[int]], max_calls: Sequence[int]) -> list[Reply | None]:
+    def replies(
+        self, rows: Sequence[int], turns: Sequence[Sequence[int]], max_calls: Sequence[int]
+    ) -> list[Reply | None]:
         """Returns the reply to each turn; None if the response ends with the turn.
 
         Args:
+            rows: row of the response of each turn, counted from 0 in each call of the sampler.
             turns: token ids of each turn, up to and including the token that ends it.
             max_calls: maximum number of calls of each turn. A turn with more calls has no reply.
         """
@@ -71,8 +70,11 @@ class ToolEnvironment:
                 'conversations with a template that does, e.g. --chat-template chatml'
             )
 
-    def replies(self, turns: Sequence[Sequence[int]], max_calls: Sequence[int]) -> list[Reply | None]:
-        """See `Environment`. All processes pass the same turns; the first one runs the tools for all of them."""
+    def replies(
+        self, rows: Sequence[int], turns: Sequence[Sequence[int]], max_calls: Sequence[int]
+    ) -> list[Reply | None]:
+        """See `TurnReplies`. All processes pass the same turns; the first one runs the tools for all of them."""
+        del rows
         calls = [
             found if len(found) <= most else [] for found, most in zip(map(self._calls, turns), max_calls, strict=True)
         ]
@@ -86,13 +88,8 @@ class ToolEnvironment:
         return [piece for piece in ToolCallParser().feed(text, is_last=True) if isinstance(piece, ToolCall)]
 
     def _run(self, calls: Sequence[tuple[str, str]]) -> list[ToolResult]:
-        if jax.process_count() == 1 or not calls:
-            return self._tools.run(calls)
-        # A second execution can have another result.
-        text = json.dumps(self._tools.run(calls) if jax.process_index() == 0 else []).encode()
-        size = int(multihost_utils.broadcast_one_to_all(np.array(len(text), np.int32)))
-        data = multihost_utils.broadcast_one_to_all(np.frombuffer(text.ljust(size)[:size], np.uint8))
-        return [ToolResult(*result) for result in json.loads(np.asarray(data).astype(np.uint8).tobytes())]
+        results = run_in_first_process(lambda: self._tools.run(calls)) if calls else []
+        return [ToolResult(*result) for result in results]
 
     def _reply(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> Reply | None:
         try:

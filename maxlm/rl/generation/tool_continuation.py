@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxlm.rl.rollout_generator import Responses, Sampler, join_runs
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.generation.rollout_generator import Sampler, join_runs
 from maxlm.training.state import Params
 
 # Quotient of the numbers of rows for which the program is compiled.

@@ -10,8 +10,8 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.rl import tool_environment
-from maxlm.rl.tool_environment import open_tools
+from maxlm.rl.environments import first_process
+from maxlm.rl.generation.tool_environment import open_tools
 from tests.user_modules import write_module
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -47,10 +47,11 @@ TURNS = [
     turn('<tool_call>\n{"name": </tool_call>'),
 ]
 MOST = [1, 1, 2, 1, 1, 1]
+ROWS = range(len(TURNS))
 
 
 def test_replies(tools):
-    first, _, third, *others = replies = tools.replies(TURNS, MOST)
+    first, _, third, *others = replies = tools.replies(ROWS, TURNS, MOST)
     assert TOKENIZER.decode(first.ids) == '\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n'
     assert first[1:] == (1, 0)
     text = TOKENIZER.decode(third.ids)
@@ -59,11 +60,11 @@ def test_replies(tools):
     assert third[1:] == (2, 1)
     # No call, no end of the turn, too many calls, invalid JSON.
     assert [replies[1], *others] == [None] * 4
-    assert tools.replies([TURNS[4]], [2])[0].num_calls == 2
+    assert tools.replies([0], [TURNS[4]], [2])[0].num_calls == 2
 
 
 def test_the_first_process_runs_the_tools_for_all(tools, monkeypatch):
-    expected = tools.replies(TURNS, MOST)
+    expected = tools.replies(ROWS, TURNS, MOST)
     sent = []
 
     def broadcast(value):
@@ -73,13 +74,13 @@ def test_the_first_process_runs_the_tools_for_all(tools, monkeypatch):
             return value
         return sent.pop(0)
 
-    monkeypatch.setattr(tool_environment, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
+    monkeypatch.setattr(first_process, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
     monkeypatch.setattr(jax, 'process_count', lambda: 2)
     for process in range(2):
         monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
         if process:
             monkeypatch.setattr(tools._tools, 'run', None)
-        assert tools.replies(TURNS, MOST) == expected
+        assert tools.replies(ROWS, TURNS, MOST) == expected
 
 
 def test_models_without_tools(tmp_path, monkeypatch):

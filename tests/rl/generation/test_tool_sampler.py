@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from maxlm.rl.generation.rollout_generator import Sampler
+from maxlm.rl.generation.tool_environment import Reply
+from maxlm.rl.generation.tool_sampler import ToolSampler, tool_metrics
 from maxlm.rl.rollout_batch import response_rows, with_advantages
-from maxlm.rl.rollout_generator import Sampler
-from maxlm.rl.tool_environment import Reply
-from maxlm.rl.tool_sampler import ToolSampler, tool_metrics
 from maxlm.training.forward import make_log_probs
 from maxlm.training.state import init_state
 from tests.small import small_config, small_layout
@@ -26,7 +26,7 @@ class Calculator:
     def __init__(self):
         self.most = []
 
-    def replies(self, turns, max_calls):
+    def replies(self, rows, turns, max_calls):
         self.most.append(list(max_calls))
         assert all(turn and turn[-1] in ENDS for turn in turns)
         return [
