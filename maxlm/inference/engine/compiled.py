@@ -17,8 +17,8 @@ from maxlm.config.schema import Config
 from maxlm.errors import InputError
 from maxlm.inference.drafting.draft_model import DraftModel, DraftState
 from maxlm.inference.drafting.prompt_lookup import MAX_DRAFT_TOKENS
-from maxlm.inference.engine.compiled_grammar import stack_masks
 from maxlm.inference.engine.model_runner import ModelRunner, PendingPrompt, PreparedParams, SampledTokens, State
+from maxlm.inference.engine.token_masks import stack_masks
 from maxlm.inference.sampling import Rows, Sampling, TokenMask, stack_settings
 from maxlm.inference.slot_caches import SlotCaches
 from maxlm.model.smear import NO_TOKEN

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from maxlm.errors import InputError
-from maxlm.inference.sampling import TokenMask
 from maxlm.sandbox.limited_process import LimitedProcess, LimitError, ProcessKilledError
 
 # Time for one mask, on a machine that is busy with other processes.
@@ -41,20 +40,6 @@ TOO_COMPLEX = 'the schema is too complex'
 def num_words(num_ids: int) -> int:
     """Returns W, the number of words of a mask."""
     return -(-num_ids // 32)
-
-
-def stack_masks(
-    masks: Sequence[np.ndarray | None], forced: Sequence[Sequence[int]], *, num_ids: int, max_forced: int
-) -> TokenMask:
-    """Stacks the masks of rows, None for rows without a grammar, and their forced tokens, up to `max_forced` each."""
-    words = np.full((len(masks), num_words(num_ids)), ALL_TOKENS)
-    forced_BF = np.full((len(masks), max_forced), -1, np.int32)
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            words[row] = mask[: words.shape[1]]
-    for row, tokens in enumerate(forced):
-        forced_BF[row, : len(tokens)] = tokens[:max_forced]
-    return TokenMask(words, np.array(any(mask is not None for mask in masks)), forced_BF)
 
 
 class MaskResult(NamedTuple):

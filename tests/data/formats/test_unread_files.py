@@ -43,6 +43,8 @@ def archive() -> bytes:
         ('x.parquet.gz', gzip.compress(b'PAR1\0'), 'compressed .parquet files are not read; decompress it'),
         ('x.npy.zst', zstandard.compress(b'\x93NUMPY'), 'compressed .npy files are not read; decompress it'),
     ],
+    # The contents contain times, so they cannot be names of tests.
+    ids=lambda value: value if isinstance(value, str) else 'content',
 )
 def test_files_without_text_are_refused(tmp_path, name, content, reason):
     (tmp_path / name).write_bytes(content)
