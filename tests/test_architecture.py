@@ -221,6 +221,11 @@ def test_no_module_imports_tensorflow_or_torch():
     assert heavy_imports(modules, (*HEAVY, 'jax')) == ['jax']
 
 
+def test_processes_of_grammars_do_not_import_jax():
+    # Each grammar in use has a process.
+    assert heavy_imports(['maxlm.inference.engine.grammar_worker'], (*HEAVY, 'jax')) == []
+
+
 def test_each_check_of_the_doctor_exists():
     from maxlm.diagnostics.checks.all_checks import CHECKS
 
