@@ -29,7 +29,12 @@ from tests.small_posttraining import (
 pytestmark = pytest.mark.usefixtures('shared_steps')
 
 # With two responses of a group, many rewards are equal.
-DYNAMIC = {'grpo__max_num_gen_batches': 3, 'grpo__num_generations': 2, 'grpo__prompts_per_rollout': 8}
+DYNAMIC = {
+    'grpo__max_num_gen_batches': 3,
+    'grpo__num_generations': 2,
+    'grpo__prompts_per_rollout': 8,
+    'grpo__num_iterations': 2,
+}
 # PPO with its KL divergence in the rewards.
 PPO = {'grpo__advantage_estimator': 'gae', 'grpo__kl_coef': 0.05, 'grpo__kl_in_reward': True}
 OBJECTIVES = ('next_token', 'experts', 'instruction', 'dpo', 'kto', 'grpo', 'grpo_async', 'grpo_dynamic', 'grpo_ppo')
