@@ -136,8 +136,9 @@ def test_a_memory_error_names_the_process_and_checkpoints(single, monkeypatch):
 def test_devices_that_are_not_deterministic_may_differ_by_rounding(single, events, monkeypatch, caplog):
     monkeypatch.setattr(single.replays, '_is_deterministic', False)
     monkeypatch.setattr(single.replays, '_num_different', 0)
-    assert run_twice(single, flip_of(0), NONE) is None
-    assert run_twice(single, flip_of(1), NONE) is None
+    # On some processors, sums lose a change of the lowest bits.
+    assert run_twice(single, flip_of(6), NONE) is None
+    assert run_twice(single, flip_of(7), NONE) is None
     # Only the first difference is an event.
     assert [event['cause'] for event in events] == ['nondeterminism']
     assert single.replays.metrics['replay/differences'] == 2
