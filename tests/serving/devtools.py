@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 
 from websockets.sync.client import connect
@@ -38,6 +39,8 @@ class Tab:
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
         )
         address = next(found[1] for line in self._process.stderr if (found := re.search(r'(ws://\S+)', line)))
+        # A browser that writes more messages than the pipe holds would wait.
+        threading.Thread(target=self._process.stderr.read, daemon=True).start()
         self._stack = contextlib.ExitStack()
         self._socket = self._stack.enter_context(connect(address, max_size=None, compression=None))
         self._ids = itertools.count(1)

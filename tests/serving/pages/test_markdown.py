@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.serving.pages.chat_tab import with_page
-from tests.serving.pages.hostile_outputs import HTML, MARKDOWN, SLOW, URL
+from tests.serving.pages.hostile_outputs import DEEP, HTML, MARKDOWN, SLOW, URL
 
 CONTENT = '.assistant .content '
 TEXT = r"""# One
@@ -157,14 +157,18 @@ def test_hostile_outputs_run_nothing_and_load_nothing(tab):
 def test_html_of_the_parser_is_sanitized(tab):
     tab.run('window.attacks = 0, window.attack = () => { attacks++; }, 0')
     for text in [f'{parent}{html}' for html in HTML for parent in ('', '<p>', '<svg>', '<math><mtext>')]:
+        # Chromium 156.0.8078.108 does not return from rendering more than 600 levels of <svg>.
+        if f'<svg>{DEEP}' in text or f'<mtext>{DEEP}' in text:
+            continue
         token = json.dumps({'type': 'html_block', 'content': text})
         tab.run(f'log.replaceChildren(element("div", "content", renderTokens([{token}]))), 0')
         assert tab.run(f'[{FINDINGS}, attacks]') == [[], 0], text
     tab.run('new Promise((resolve) => setTimeout(resolve, 50))')
     assert tab.run('attacks') == 0
     assert tab.requests == []
-    # The browser reports styles and addresses that the policy forbids while DOMPurify reads them.
-    assert all('inline style' in fault or 'base URI' in fault for fault in tab.faults)
+    # The browser reports styles, addresses and handlers that the policy forbids while DOMPurify reads them.
+    reported = ('inline style', 'base URI', 'inline event handler')
+    assert [fault for fault in tab.faults if not any(part in fault for part in reported)] == []
     # Control: the policy forbids HTML that DOMPurify has not checked.
     assert tab.run('(() => { try { log.innerHTML = "<p>"; } catch ({ name }) { return name; } })()') == 'TypeError'
     tab.faults.clear()
