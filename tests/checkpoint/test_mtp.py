@@ -24,17 +24,22 @@ MTP = {**LLAMA, 'model__mtp_depth': 1}
 LEFT_OUT = 'left out the modules of multi-token prediction'
 
 
-@pytest.fixture(scope='module')
-def workdirs(dataset, tmp_path_factory):
-    """Returns the workdirs of a run with one module and of a run without modules, each with its parameters."""
+def save_runs(dataset, tmp_path_factory, *settings):
+    """Writes a run with each of the settings. Returns their workdirs, each with its parameters."""
     found = []
-    for overrides in (MTP, LLAMA):
+    for overrides in settings:
         workdir, config = tmp_path_factory.mktemp('run'), config_on(2, **overrides)
         state = random_state(abstract_state(config, small_layout(config)), step=7, skipped=0)
         save(workdir, [state])
         write_run_files(workdir, config, load_manifest(str(dataset)).tokenizer_path)
         found.append((workdir, flatten(jax.device_get(state.params))))
     return found
+
+
+@pytest.fixture(scope='module')
+def workdirs(dataset, tmp_path_factory):
+    """Returns a run with one module and a run without modules."""
+    return save_runs(dataset, tmp_path_factory, MTP, LLAMA)
 
 
 def without_modules(params):

@@ -5,15 +5,14 @@ import numpy as np
 import pytest
 
 from maxlm.checkpoint.manager import Checkpoints
-from maxlm.data.dataset.records import load_manifest
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.huggingface.export_model import export_model
 from maxlm.inference.load import load_model
 from maxlm.log import Console
 from maxlm.training.state import abstract_state
 from maxlm.training.step import make_train_step
-from maxlm.workdir.files import write_run_files
-from tests.checkpoint.test_manager import config_on, random_state, same, save
+from tests.checkpoint.test_manager import same
+from tests.checkpoint.test_mtp import assert_equal, save_runs
 from tests.checkpoint.test_streaming import flatten
 from tests.small import small_config, small_layout, small_state
 from tests.training.test_ppo import PPO as SETTINGS
@@ -27,21 +26,8 @@ NAME = 'value_head.kernel'
 
 @pytest.fixture(scope='module')
 def workdirs(dataset, tmp_path_factory):
-    """Returns the workdirs of a run of PPO and of a run without a value head, each with its parameters."""
-    found = []
-    for overrides in (PPO, LLAMA):
-        workdir, config = tmp_path_factory.mktemp('run'), config_on(2, **overrides)
-        state = random_state(abstract_state(config, small_layout(config)), step=7, skipped=0)
-        save(workdir, [state])
-        write_run_files(workdir, config, load_manifest(str(dataset)).tokenizer_path)
-        found.append((workdir, flatten(jax.device_get(state.params))))
-    return found
-
-
-def assert_equal(params, wanted):
-    assert params.keys() == wanted.keys()
-    for name, values in params.items():
-        np.testing.assert_array_equal(values, wanted[name], err_msg=name)
+    """Returns a run of PPO and a run without a value head."""
+    return save_runs(dataset, tmp_path_factory, PPO, LLAMA)
 
 
 def tokenizer_of(workdir):

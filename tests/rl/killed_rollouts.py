@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 from maxlm.checkpoint.manager import saved_steps
 from maxlm.cli.runs import grpo
@@ -39,9 +40,11 @@ def main() -> None:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    MetricLogger.submit = submit_and_die  # type: ignore[method-assign]
-    ToolEnvironment._calls = calls_in_each_turn  # type: ignore[method-assign]
-    sys.exit(exit_code(grpo.main, words))
+    with (
+        mock.patch.object(MetricLogger, 'submit', submit_and_die),
+        mock.patch.object(ToolEnvironment, '_calls', calls_in_each_turn),
+    ):
+        sys.exit(exit_code(grpo.main, words))
 
 
 if __name__ == '__main__':

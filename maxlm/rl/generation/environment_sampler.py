@@ -68,7 +68,7 @@ class EnvironmentSampler:
         self._environments, self._grpo, self._stopwatch = environments, config.grpo, stopwatch
         self._max_prompt = config.data.seq_len - config.grpo.max_completion_length
         self._turns = ToolSampler(sampler, self, config, layout, ends=ends)
-        # Of the present call, one for each row.
+        # The conversations of the last call, one per row.
         self._conversations: Conversations | None = None
         self._failures: dict[int, str] = {}
         self._tools: dict[int, list[Any]] = {}

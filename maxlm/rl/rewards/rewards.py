@@ -44,7 +44,7 @@ from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.function_call import FunctionResult, call_function
 
 Task = Mapping[str, Any]
-# Where rewards of the user run outside of this process.
+# Processes that compute rewards of the user.
 Functions = FunctionPool | RewardProcess
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
