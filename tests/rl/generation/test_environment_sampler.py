@@ -2,10 +2,8 @@
 
 import json
 import string
-import types
 from typing import ClassVar
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.errors import EXIT_BAD_INPUT, EXIT_DONE, InputError, exit_code
-from maxlm.rl.environments import first_process
+from maxlm.rl.environments.first_process import run_in_first_process
 from maxlm.rl.generation.environment_sampler import (
     Environments,
     EnvironmentSampler,
@@ -28,6 +26,7 @@ from maxlm.rl.rollout_batch import response_rows, with_advantages
 from maxlm.rl.rollout_state import Rollout
 from maxlm.training.state import init_state
 from tests.cli.runs.test_train import curve, params_of, same
+from tests.rl.generation.two_processes import fake_processes
 from tests.small import small_config, small_layout
 from tests.small_posttraining import grpo_arguments
 from tests.starting import make_start
@@ -143,27 +142,15 @@ def test_failed_conversations_are_excluded(sampled):
 
 
 def test_the_first_process_sends_its_results(monkeypatch):
-    calls, sent = [], []
+    calls = []
 
-    def broadcast(value):
-        if jax.process_index() == 0:
-            sent.append(value)
-            return value
-        return sent.pop(0)
+    def fail():
+        raise InputError('no network')
 
-    monkeypatch.setattr(first_process, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
-    function = first_process.run_in_first_process
-    for process in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(jax, 'process_index', lambda process=process: process)
-            patch.setattr(jax, 'process_count', lambda: 2)
-
-            def fail():
-                raise InputError('no network')
-
-            with pytest.raises(InputError, match='no network'):
-                function(fail)
-            assert function(lambda: calls.append(1) or {'a': [1.5, 'é']}) == {'a': [1.5, 'é']}
+    for _ in fake_processes(monkeypatch):
+        with pytest.raises(InputError, match='no network'):
+            run_in_first_process(fail)
+        assert run_in_first_process(lambda: calls.append(1) or {'a': [1.5, 'é']}) == {'a': [1.5, 'é']}
     assert len(calls) == 1
 
 

@@ -1,8 +1,5 @@
 """Tests the tool calls of turns and their results."""
 
-import types
-
-import jax
 import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
@@ -10,8 +7,8 @@ from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import bytes_tokenizer
 from maxlm.errors import InputError
-from maxlm.rl.environments import first_process
 from maxlm.rl.generation.tool_environment import open_tools
+from tests.rl.generation.two_processes import fake_processes
 from tests.user_modules import write_module
 
 TOKENIZER = bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>'])
@@ -65,19 +62,7 @@ def test_replies(tools):
 
 def test_the_first_process_runs_the_tools_for_all(tools, monkeypatch):
     expected = tools.replies(ROWS, TURNS, MOST)
-    sent = []
-
-    def broadcast(value):
-        # The first process sends, the second one receives.
-        if jax.process_index() == 0:
-            sent.append(value)
-            return value
-        return sent.pop(0)
-
-    monkeypatch.setattr(first_process, 'multihost_utils', types.SimpleNamespace(broadcast_one_to_all=broadcast))
-    monkeypatch.setattr(jax, 'process_count', lambda: 2)
-    for process in range(2):
-        monkeypatch.setattr(jax, 'process_index', lambda process=process: process)
+    for process in fake_processes(monkeypatch):
         if process:
             monkeypatch.setattr(tools._tools, 'run', None)
         assert tools.replies(ROWS, TURNS, MOST) == expected
