@@ -125,8 +125,8 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
 def _inference_model(model: ModelConfig) -> ModelConfig:
     """Returns the model without the modules that only training uses, in float32 on a CPU.
 
-    Without instructions for bfloat16, XLA converts each kernel to float32 for every product. SmolLM2-135M generated 4
-    tokens/s in bfloat16 and 30 in float32.
+    Without instructions for bfloat16, XLA converts each kernel to float32 for every product, which takes several times
+    as long as the product.
     """
     model = without_training_modules(model)
     return dataclasses.replace(model, dtype='float32') if jax.default_backend() == 'cpu' else model

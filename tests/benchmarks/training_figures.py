@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from scipy import stats
+
 Read = Callable[[str], Any]
 SIDES = ('nanochat', 'maxlm-2026')
 LABELS = {
@@ -51,6 +53,11 @@ def nanochat_curves(read: Read) -> Iterator[str]:
         curves = [sides[side]['bits_per_byte'].values() for side in SIDES]
         for step in next(iter(curves[0])):
             yield row(depth, step, *(spread(curve[step] for curve in each) for each in curves))
+        ends = [[curve['1000'] for curve in each] for each in curves]
+        for first, text in ((0, "{:.4f}, or 0.6 % (Welch's test: p = {:.3f})"), (3, 'it is {:.4f} (p = {:.2f})')):
+            theirs, ours = (values[first:] for values in ends)
+            p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
+            yield text.format(statistics.mean(ours) - statistics.mean(theirs), p)
 
 
 def leaderboard(read: Read) -> Iterator[str]:

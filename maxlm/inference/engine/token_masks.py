@@ -1,6 +1,6 @@
 """Stacks the masks of grammars for a call.
 
-It is no part of `compiled_grammar`, because the processes of grammars must not import JAX: it takes 45 MB in each.
+It is no part of `compiled_grammar`, which the processes of grammars import: JAX would take memory in each of them.
 """
 
 from __future__ import annotations
