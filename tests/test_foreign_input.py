@@ -29,6 +29,7 @@ OWN_MESSAGES = {
     'sandbox/program/function_call.py': 'pipe from the pool of sandboxes',
     'inference/engine/grammar_worker.py': 'vocabulary from the process of the engine',
     'rl/environments/first_process.py': 'broadcast between the processes of a run',
+    'rl/rewards/reward_process.py': 'pipe between a run and the process of its rewards',
     'checkpoint/manager.py': 'broadcast between the processes of a run',
     'runtime/heartbeat.py': 'key-value store of the processes of a run',
     'telemetry/wandb.py': 'pipe from the parent process',

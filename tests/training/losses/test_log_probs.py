@@ -88,7 +88,8 @@ def log_probs_of(num_devices, **mesh):
         if layout.num_shards('length') > 1:
             # Orders the sequence as the step does.
             batch = {name: rows[0] for name, rows in split_micro_batches(batch, 1, layout).items()}
-        return jnp.stack(make_log_probs(config, layout)(params, None, batch, None))
+        found = make_log_probs(config, layout)(params, None, batch, None)
+        return jnp.stack([found.log_probs_BT, found.entropies_BT])
 
     return np.sort(np.asarray(run(small_state(config, layout).params, placed)).reshape(2, -1))
 
