@@ -231,7 +231,6 @@ def _set_recipe_of_2026(config: ConfigDict) -> None:
     optimizer.muon_scaled_decay = True
     optimizer.cautious_decay = True
     optimizer.warmup_steps = 40
-    optimizer.warmup_from_zero = False
     optimizer.wsd_decay_fraction = 0.65
     optimizer.min_learning_rate = 0.05 * optimizer.learning_rate
     optimizer.max_grad_norm = 0.0

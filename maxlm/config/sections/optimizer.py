@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from maxlm.config.sections.declaration import FunctionName, Renamed
+from maxlm.config.sections.declaration import FunctionName, Renamed, ValueBefore
 from maxlm.config.sections.ranges import Epsilon, Fraction, FractionAbove0, FractionBelow1, Range, Steps, StepsFrom1
 
 # All published recipes use learning rates far below 1.
@@ -23,7 +23,7 @@ class OptimizerConfig:
     adam_learning_rate: LearningRate = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: LearningRate = 0.0
-    # Schedule after a linear warm-up from 0. wsd: stable, then linear decay. A function of your own returns the
+    # Schedule after a linear warm-up. wsd: stable, then linear decay. A function of your own returns the
     # complete schedule (docs/tutorials/optimizer.md).
     schedule: Literal['cosine', 'linear', 'wsd', 'constant'] | FunctionName = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
@@ -31,8 +31,9 @@ class OptimizerConfig:
     # Length of the warm-up, in steps or in tokens.
     warmup_steps: Steps = 0
     warmup_tokens: Annotated[int, Range(0, 10**18)] = 0
-    # Update n = 0, 1, … of the warm-up has n / warmup_steps of the peak rate; false: (n + 1) / warmup_steps.
-    warmup_from_zero: bool = True
+    # Update n = 0, 1, … of the warm-up has (n + 1) / warmup_steps of the peak rate; true: n / warmup_steps, so the
+    # first update changes nothing.
+    warmup_from_zero: Annotated[bool, ValueBefore(True)] = False
     # Final learning rate of cosine, linear and wsd for the peak learning_rate; it scales with the other peaks.
     min_learning_rate: LearningRate = 0.0
     beta1: FractionBelow1 = 0.9

@@ -83,7 +83,7 @@ def make_run_fractions(config: OptimizerConfig, num_steps: int, progress: Progre
 def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | None = None) -> optax.Schedule:
     """Returns the learning rate of update n = 0, 1, …: linear warm-up, then `config.schedule` until `num_steps`.
 
-    The warm-up begins at 0, or without `warmup_from_zero` at 1 / `warmup_steps` of the peak. Update `warmup_steps` has
+    The warm-up begins at 1 / `warmup_steps` of the peak, or with `warmup_from_zero` at 0. Update `warmup_steps` has
     the peak rate, and update `num_steps` would have the minimum rate. In between, the rate follows a cosine (Loshchilov
     & Hutter 2017), a line, or with wsd a constant and then a line (Hu et al. 2024, "MiniCPM"; Hägele et al. 2024,
     "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations").
@@ -105,7 +105,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int, progress: Progress | 
         >>> config = OptimizerConfig(schedule='linear', learning_rate=1.0, min_learning_rate=0.0, warmup_steps=2)
         >>> schedule = make_schedule(config, num_steps=6)
         >>> [round(float(schedule(update)), 4) for update in range(7)]
-        [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     peak, minimum, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if is_function_name(config.schedule):

@@ -109,7 +109,7 @@ def test_a_length_that_never_changes_has_the_rates_of_a_fixed_one(name):
     np.testing.assert_allclose(rates(config, progress, range(111)), [fixed(n) for n in range(111)], rtol=2e-5)
     # A run that ends within its warm-up only warms up.
     short = rates(config, progress_of(RunControl(num_steps=8), config), range(8))
-    np.testing.assert_allclose(short, [1e-3 * n for n in range(8)], rtol=1e-5)
+    np.testing.assert_allclose(short, [1e-3 * (n + 1) for n in range(8)], rtol=1e-5)
 
 
 @pytest.mark.parametrize('name', SCHEDULES)
@@ -128,7 +128,7 @@ def test_rates_never_jump_and_end_at_the_minimum(name, at, length):
     assert new[-1] == pytest.approx(1e-2 if name == 'constant' else 1e-3, rel=1e-5)
     # The warm-up keeps its number of steps, and the rate never increases after it.
     rise = np.concatenate([old[:-1], new])
-    np.testing.assert_allclose(rise[:10], [1e-3 * n for n in range(10)], rtol=1e-5)
+    np.testing.assert_allclose(rise[:10], [1e-3 * (n + 1) for n in range(10)], rtol=1e-5)
     assert (np.diff(rise[10:]) <= 1e-9).all()
     if name == 'wsd':
         # The decay is linear over the last fifth of the progress.

@@ -155,7 +155,7 @@ def test_other_peaks_follow_the_schedule():
     settings = {'schedule': 'linear', 'warmup_steps': 4, 'weight_decay': 0.0, 'steps': 3}
     same_rate, other_rate = run(**settings), run(embedding_learning_rate=1.5, **settings)
     (before, one), (_, three) = map(by_path, same_rate), map(by_path, other_rate)
-    # Both move by 0 + 1/4 + 2/4 of the peak.
+    # Both move by 1/4 + 2/4 + 3/4 of the peak.
     np.testing.assert_allclose(
         three['embedding',] - before['embedding',], 3 * (one['embedding',] - before['embedding',]), rtol=1e-4
     )
