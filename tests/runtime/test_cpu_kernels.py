@@ -37,8 +37,8 @@ def test_they_are_compiled_once(warnings, register, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_kernels, 'enabled_cache', lambda: cache)
     assert register()
     assert len(list(tmp_path.iterdir())) == 1
-    # The next process has no need of a compiler that works.
-    monkeypatch.setattr(cpu_kernels, '_compile', lambda compiler: pytest.fail('compiled again'))
+    # The next process needs no compiler.
+    monkeypatch.setenv('CXX', 'no-such-compiler')
     assert register()
     assert not warnings
 
@@ -49,6 +49,8 @@ def test_they_are_compiled_once(warnings, register, monkeypatch, tmp_path):
         ({'CXX': 'no-such-compiler'}, 'no C++ compiler found (no-such-compiler); install one'),
         ({'CXX': '', 'PATH': '/nowhere'}, 'no C++ compiler found (c++, g++, clang++); install one'),
         ({'CXX': 'false'}, 'failed with exit code 1: no message'),
+        ({'CXX': 'env false -O1'}, 'env false -O1 failed with exit code 1: no message'),
+        ({'CXX': '"g++'}, 'CXX="g++: No closing quotation; set it to a C++ compiler'),
     ],
 )
 def test_without_a_compiler_there_is_a_warning(warnings, register, monkeypatch, variables, message):
