@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -33,13 +34,22 @@ FLAGS = ('-O3', '-march=native', '-std=c++17', '-shared', '-fPIC', '-fno-math-er
 TIMEOUT = 300
 
 
-@functools.cache
+_lock = threading.Lock()
+
+
 def register_cpu_kernels() -> bool:
-    """Registers the functions in `HANDLERS` for XLA programs on CPUs.
+    """Registers the functions in `HANDLERS` for XLA programs on CPUs, once per process.
 
     Returns:
         False if they cannot be compiled or give wrong values here. A warning then says why.
     """
+    # XLA refuses a second library, which another thread would load.
+    with _lock:
+        return _register()
+
+
+@functools.cache
+def _register() -> bool:
     try:
         library = _load(_compiled_library())
         for target, handler in HANDLERS.items():

@@ -17,6 +17,7 @@ from maxlm.model.layers import rounded_inputs
 from maxlm.model.layers.weight_only_quantization import Codes, Weights, quantize
 from maxlm.model.packed_kernels import pack_codes, pack_scales
 from maxlm.runtime.cpu_kernels import register_cpu_kernels
+from maxlm.workdir.files import CONFIG, read_config
 from tests.inference.saved_models import write
 from tests.parameters import random_params
 from tests.small import EXPERTS, small_config
@@ -103,6 +104,15 @@ def test_a_quantized_checkpoint(workdir, tmp_path):
     assert difference(found, expected) == 0
     with pytest.raises(InputError, match='already quantized to int8'):
         load_model(str(stored.workdir), num_devices=1, quantize='w4a8')
+
+
+def test_only_the_option_rounds_inputs(tmp_path):
+    """A changed config.json would skip the checks of the option, and pack only the head of this model."""
+    checkpoint = saved(tmp_path, 'run')
+    path = tmp_path / 'run' / CONFIG
+    path.write_text(path.read_text().replace('"activation_quantization": "none"', '"activation_quantization": "int8"'))
+    assert read_config(tmp_path / 'run').model.activation_quantization == 'int8'
+    assert load_model(checkpoint, num_devices=1).config.model.activation_quantization == 'none'
 
 
 def test_a_cpu_computes_in_float32(tmp_path):

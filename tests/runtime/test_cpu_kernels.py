@@ -1,7 +1,10 @@
 """Tests how the kernels for CPUs are compiled, kept and refused."""
 
+import functools
 import itertools
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,7 +30,7 @@ def register(monkeypatch, request):
         # JAX accepts one library for each name in a process, so the functions get other names.
         names = [f'{request.node.name}_{next(numbers)}' for _ in handlers]
         monkeypatch.setattr(cpu_kernels, 'HANDLERS', dict(zip(names, handlers, strict=True)))
-        return cpu_kernels.register_cpu_kernels.__wrapped__()
+        return cpu_kernels._register.__wrapped__()
 
     return run
 
@@ -41,6 +44,20 @@ def test_they_are_compiled_once(warnings, register, monkeypatch, tmp_path):
     monkeypatch.setenv('CXX', 'no-such-compiler')
     assert register()
     assert not warnings
+
+
+def test_threads_register_them_once(monkeypatch):
+    calls = []
+
+    def slow():
+        calls.append(1)
+        time.sleep(0.05)
+        return True
+
+    monkeypatch.setattr(cpu_kernels, '_register', functools.cache(slow))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda _: cpu_kernels.register_cpu_kernels(), range(3)))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
