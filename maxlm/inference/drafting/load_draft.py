@@ -30,7 +30,8 @@ def load_draft(checkpoint: str, model: LoadedModel, *, share_layers: bool = Fals
             draft = load_model(found, num_devices=model.layout.mesh.size, share_layers=share_layers)
     except InputError as error:
         reason = str(error).replace('--checkpoint=', _OPTION)
-        raise InputError(reason if _OPTION in reason else f'{_OPTION}{checkpoint}: {reason}') from error
+        named = reason if _OPTION in reason else f'{_OPTION}{checkpoint}: {reason}'
+        raise InputError(named) from error
     if difference := _difference(model.tokenizer, draft.tokenizer):
         raise InputError(
             f'--draft-model={checkpoint}: has another tokenizer than the model: {difference}; '
