@@ -90,9 +90,9 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
     if quantize not in ('', *QUANTIZATION_GROUPS, *ROUNDED_INPUTS):
         names = ', '.join((*QUANTIZATION_GROUPS, *ROUNDED_INPUTS))
         raise InputError(f'quantize={quantize!r} is unknown; use one of {names}')
-    model = _inference_model(saved_config.model)
-    if quantize in ROUNDED_INPUTS:
-        model = dataclasses.replace(model, activation_quantization='int8')
+    # Not from the checkpoint, whose model may not support rounded inputs.
+    rounding = 'int8' if quantize in ROUNDED_INPUTS else 'none'
+    model = dataclasses.replace(_inference_model(saved_config.model), activation_quantization=rounding)
     saved_config = dataclasses.replace(saved_config, model=model)
     tokenizer_path = workdir / TOKENIZER
     if not tokenizer_path.is_file():

@@ -85,18 +85,25 @@ struct Rounded {
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t num = std::min(kBlock, I - block * kBlock);
         const float* from = x + m * I + block * kBlock;
-        float largest = 0;
-        // The comparison is also true for NaN, so the product becomes NaN.
-        for (int64_t i = 0; i < num; ++i) largest = std::fabs(from[i]) <= largest ? largest : std::fabs(from[i]);
-        const bool finite = std::isfinite(largest);
-        const float inverse = finite && largest > 0 ? 127 / largest : 0;
+        // The bits of |x| as integers have the order of the floats, and those of NaN are above all others.
+        int32_t bits = 0;
+        for (int64_t i = 0; i < num; ++i) {
+          int32_t magnitude;
+          std::memcpy(&magnitude, from + i, sizeof(float));
+          bits = std::max(bits, magnitude & 0x7fffffff);
+        }
+        float largest;
+        std::memcpy(&largest, &bits, sizeof(float));
+        const bool is_finite = std::isfinite(largest);
+        // Without a finite inverse, all inputs of the block are 0 or almost, or one is NaN.
+        const float inverse = std::isfinite(127 / largest) ? 127 / largest : 0;
         int8_t* into = codes.data() + m * inputs + block * kBlock;
         int32_t sum = 0;
         for (int64_t i = 0; i < num; ++i) {
-          into[i] = finite ? (int8_t)std::nearbyint(from[i] * inverse) : 0;
+          into[i] = is_finite ? (int8_t)std::nearbyint(from[i] * inverse) : 0;
           sum += into[i];
         }
-        scales[m * blocks + block] = finite ? largest / 127 : NAN;
+        scales[m * blocks + block] = is_finite ? largest / 127 : NAN;
         sums[m * blocks + block] = sum;
       }
     }

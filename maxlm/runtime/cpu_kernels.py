@@ -11,10 +11,12 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -32,13 +34,22 @@ FLAGS = ('-O3', '-march=native', '-std=c++17', '-shared', '-fPIC', '-fno-math-er
 TIMEOUT = 300
 
 
-@functools.cache
+_lock = threading.Lock()
+
+
 def register_cpu_kernels() -> bool:
-    """Registers the functions in `HANDLERS` for XLA programs on CPUs.
+    """Registers the functions in `HANDLERS` for XLA programs on CPUs, once per process.
 
     Returns:
         False if they cannot be compiled or give wrong values here. A warning then says why.
     """
+    # XLA refuses a second library, which another thread would load.
+    with _lock:
+        return _register()
+
+
+@functools.cache
+def _register() -> bool:
     try:
         library = _load(_compiled_library())
         for target, handler in HANDLERS.items():
@@ -57,40 +68,45 @@ class _CompilerError(Exception):
 
 def _compiled_library() -> bytes:
     """Returns the shared library, from the compilation cache if possible."""
-    compiler = _find_compiler(os.environ)
     source = SOURCE.read_bytes()
     parts = (source, ' '.join(FLAGS), version('jaxlib'), platform.machine(), _processor_features())
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()
     key, cache = f'cpu-kernels-{digest}', enabled_cache()
     found = cache.get(key) if cache else None
     if found is None:
-        found = _compile(compiler)
+        found = _compile(_find_compiler(os.environ))
         if cache:
             cache.put(key, found)
     return found
 
 
-def _find_compiler(environment: Mapping[str, str]) -> str:
-    names = [environment['CXX']] if environment.get('CXX') else COMPILERS
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    if compiler is None:
-        raise _CompilerError(f'no C++ compiler found ({", ".join(names)}); install one, e.g. apt install g++')
-    return compiler
+def _find_compiler(environment: Mapping[str, str]) -> list[str]:
+    """Returns the command of a compiler. CXX may contain options and a program before it, as in `ccache g++ -m64`."""
+    try:
+        commands = [shlex.split(environment.get('CXX', ''))]
+    except ValueError as error:
+        raise _CompilerError(f'CXX={environment["CXX"]}: {error}; set it to a C++ compiler') from None
+    commands = commands if commands[0] else [[name] for name in COMPILERS]
+    for program, *options in commands:
+        if found := shutil.which(program):
+            return [found, *options]
+    names = ', '.join(program for program, *_ in commands)
+    raise _CompilerError(f'no C++ compiler found ({names}); install one, e.g. apt install g++')
 
 
-def _compile(compiler: str) -> bytes:
+def _compile(compiler: Sequence[str]) -> bytes:
     """Compiles the source. Raises `_CompilerError` with the first error of the compiler."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / 'kernels.so'
-        command = [compiler, *FLAGS, '-I', jax.ffi.include_dir(), str(SOURCE), '-o', str(output)]
+        command = [*compiler, *FLAGS, '-I', jax.ffi.include_dir(), str(SOURCE), '-o', str(output)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors='replace', timeout=TIMEOUT)
         except subprocess.TimeoutExpired as error:
-            raise _CompilerError(f'{compiler} did not end within {TIMEOUT} s') from error
+            raise _CompilerError(f'{shlex.join(compiler)} did not end within {TIMEOUT} s') from error
         if done.returncode:
             lines = done.stderr.splitlines() or ['no message']
             first = next((line for line in lines if 'error' in line), lines[0])
-            raise _CompilerError(f'{compiler} failed with exit code {done.returncode}: {first.strip()}')
+            raise _CompilerError(f'{shlex.join(compiler)} failed with exit code {done.returncode}: {first.strip()}')
         return output.read_bytes()
 
 

@@ -1,5 +1,8 @@
 """Tests generation with inputs in 8 bits, with the compiled kernels and without."""
 
+import itertools
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +13,11 @@ from maxlm.inference.engine.requests import Request
 from maxlm.inference.load import load_model
 from maxlm.inference.quantize_checkpoint import parse_weights, quantize_checkpoint
 from maxlm.inference.sampling import Sampling
+from maxlm.model.layers import rounded_inputs
+from maxlm.model.layers.weight_only_quantization import Codes, Weights, quantize
+from maxlm.model.packed_kernels import pack_codes, pack_scales
+from maxlm.runtime.cpu_kernels import register_cpu_kernels
+from maxlm.workdir.files import CONFIG, read_config
 from tests.inference.saved_models import write
 from tests.parameters import random_params
 from tests.small import EXPERTS, small_config
@@ -72,12 +80,39 @@ def test_the_compiled_kernels_give_what_xla_gives(tmp_path, monkeypatch, quantiz
     assert difference(packed, floats) > {'w8a8': 1e-3, 'w4a8': 0.05}[quantize]
 
 
+@pytest.mark.parametrize('kind', ['int8', 'int4'])
+def test_inputs_that_are_not_finite_or_tiny(kind):
+    """The product is NaN wherever its input has one, at any place, and neither NaN nor infinite for tiny inputs."""
+    assert register_cpu_kernels()
+    rng = np.random.default_rng(0)
+    codes, scales = quantize(jnp.asarray(rng.normal(size=(64, 16)), jnp.float32), 1, Weights(kind, 32))
+    packed = Codes(pack_codes(codes, 1, kind), pack_scales(scales, 1))
+    places = itertools.product([0, 5, 31, 32, 63], [np.nan, np.inf, -np.inf])
+    x_MI = rng.normal(size=(15, 64)).astype(np.float32)
+    for row, (place, value) in enumerate(places):
+        x_MI[row, place] = value
+    assert np.isnan(rounded_inputs.product(x_MI, packed, 16, kind)).all()
+    assert (np.isnan(rounded_inputs.round_rows(x_MI)).sum(axis=1) == 32).all()
+    tiny_MI = np.full((4, 64), [[0], [1e-45], [2e-38], [3e-37]], np.float32)
+    for y in (rounded_inputs.product(tiny_MI, packed, 16, kind), rounded_inputs.round_rows(tiny_MI)):
+        assert (np.abs(y) < 1e-35).all()
+
+
 def test_a_quantized_checkpoint(workdir, tmp_path):
     stored = quantize_checkpoint(workdir, str(tmp_path / 'int8'), parse_weights('int8'), show=False)
     found, expected = generate(str(stored.workdir), 'w8a8'), generate(workdir, 'w8a8')
     assert difference(found, expected) == 0
     with pytest.raises(InputError, match='already quantized to int8'):
         load_model(str(stored.workdir), num_devices=1, quantize='w4a8')
+
+
+def test_only_the_option_rounds_inputs(tmp_path):
+    """A changed config.json would skip the checks of the option, and pack only the head of this model."""
+    checkpoint = saved(tmp_path, 'run')
+    path = tmp_path / 'run' / CONFIG
+    path.write_text(path.read_text().replace('"activation_quantization": "none"', '"activation_quantization": "int8"'))
+    assert read_config(tmp_path / 'run').model.activation_quantization == 'int8'
+    assert load_model(checkpoint, num_devices=1).config.model.activation_quantization == 'none'
 
 
 def test_a_cpu_computes_in_float32(tmp_path):

@@ -1,7 +1,10 @@
 """Tests how the kernels for CPUs are compiled, kept and refused."""
 
+import functools
 import itertools
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,7 +30,7 @@ def register(monkeypatch, request):
         # JAX accepts one library for each name in a process, so the functions get other names.
         names = [f'{request.node.name}_{next(numbers)}' for _ in handlers]
         monkeypatch.setattr(cpu_kernels, 'HANDLERS', dict(zip(names, handlers, strict=True)))
-        return cpu_kernels.register_cpu_kernels.__wrapped__()
+        return cpu_kernels._register.__wrapped__()
 
     return run
 
@@ -37,10 +40,24 @@ def test_they_are_compiled_once(warnings, register, monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_kernels, 'enabled_cache', lambda: cache)
     assert register()
     assert len(list(tmp_path.iterdir())) == 1
-    # The next process has no need of a compiler that works.
-    monkeypatch.setattr(cpu_kernels, '_compile', lambda compiler: pytest.fail('compiled again'))
+    # The next process needs no compiler.
+    monkeypatch.setenv('CXX', 'no-such-compiler')
     assert register()
     assert not warnings
+
+
+def test_threads_register_them_once(monkeypatch):
+    calls = []
+
+    def slow():
+        calls.append(1)
+        time.sleep(0.05)
+        return True
+
+    monkeypatch.setattr(cpu_kernels, '_register', functools.cache(slow))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(lambda _: cpu_kernels.register_cpu_kernels(), range(3)))
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -49,6 +66,8 @@ def test_they_are_compiled_once(warnings, register, monkeypatch, tmp_path):
         ({'CXX': 'no-such-compiler'}, 'no C++ compiler found (no-such-compiler); install one'),
         ({'CXX': '', 'PATH': '/nowhere'}, 'no C++ compiler found (c++, g++, clang++); install one'),
         ({'CXX': 'false'}, 'failed with exit code 1: no message'),
+        ({'CXX': 'env false -O1'}, 'env false -O1 failed with exit code 1: no message'),
+        ({'CXX': '"g++'}, 'CXX="g++: No closing quotation; set it to a C++ compiler'),
     ],
 )
 def test_without_a_compiler_there_is_a_warning(warnings, register, monkeypatch, variables, message):

@@ -224,8 +224,6 @@ def make_vocabulary(spec: Mapping[str, Any]) -> Any:
             tokenizer = _with_calls_as_text(json.loads(spec['tokenizer']))
             vocabulary = llguidance.LLTokenizer(json.dumps(tokenizer), **ends)
             added = _misread_tokens(tokenizer['added_tokens'], vocabulary)
-            if not added:
-                return vocabulary
             ids = range(spec['size'])
             tokens = [added[index] if index in added else vocabulary.decode_bytes([index]) for index in ids]
             special = [index for index in ids if vocabulary.is_special_token(index) and index not in added]
@@ -248,14 +246,17 @@ class _Vocabulary:
             vocabulary: tokenizer of texts; None = each character is a token.
         """
         self.eos_token_id, self.bos_token_id, self.tokens, self.special_token_ids = end, None, tokens, special
-        self._vocabulary = vocabulary
+        self._vocabulary, self._special = vocabulary, frozenset(special)
         self._ids = {token.decode(errors='replace'): index for index, token in enumerate(tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
+        characters = text if isinstance(text, str) else text.decode(errors='replace')
         if self._vocabulary is not None:
             ids: list[int] = self._vocabulary.tokenize_bytes(text)
-            return ids
-        characters = text if isinstance(text, str) else text.decode(errors='replace')
+            if self._special.isdisjoint(ids):
+                return ids
+            # The text contains the name of a special token, such as an end token, which would end the response.
+            return [token for character in characters for token in self._vocabulary.tokenize_str(character)]
         return [self._ids[character] for character in characters if character in self._ids]
 
 

@@ -48,11 +48,14 @@ def check_model(model: ModelConfig) -> None:
 
 
 def round_rows(x_MI: jax.Array) -> jax.Array:
-    """Returns rows with values rounded to 8 bits, in the dtype of x. NaN and infinity make their block NaN."""
+    """Returns rows with values rounded to 8 bits, in the dtype of x. NaN and infinity make their block NaN.
+
+    A block whose largest |x| is below 4e-37, so that 127 / max |x| is infinite, becomes 0.
+    """
     M, num_inputs = x_MI.shape
     x_MGB = jnp.pad(x_MI.astype(jnp.float32), ((0, 0), (0, -num_inputs % BLOCK))).reshape(M, -1, BLOCK)
     largest = jnp.max(jnp.abs(x_MGB), axis=2, keepdims=True)
-    inverse = jnp.where(largest > 0, 127 / largest, 0)
+    inverse = jnp.where(jnp.isfinite(127 / largest), 127 / largest, 0)
     rounded = jnp.round(x_MGB * inverse) * (largest / 127)
     return jnp.where(jnp.isfinite(largest), rounded, jnp.nan).reshape(M, -1)[:, :num_inputs].astype(x_MI.dtype)
 

@@ -13,6 +13,9 @@ from maxlm.inference import resolve_model
 from maxlm.inference.drafting.load_draft import load_draft
 from maxlm.inference.load import load_model
 from maxlm.log import Console
+from tests.inference.saved_models import write
+from tests.parameters import random_params
+from tests.small import small_config
 from tests.starting import make_start
 
 
@@ -90,3 +93,14 @@ def test_a_shorter_context_is_reported(workdir, model, tmp_path, capsys):
         assert f'a context of {context // 2:,} tokens, and the model one of {context:,}' in capsys.readouterr().out
         load_draft(str(workdir), model)
         assert 'context' not in capsys.readouterr().out
+
+
+def test_devices_that_do_not_divide_the_heads(tmp_path):
+    """The error would otherwise be one of the model."""
+    for name, heads in {'model': 4, 'draft': 3}.items():
+        keys = {'model__dim': 12, 'model__num_heads': heads, 'model__vocab_size': 257}
+        config = small_config(**keys)
+        write(tmp_path / name, config, random_params(config))
+    model = load_model(str(tmp_path / 'model'), num_devices=2, share_layers=True)
+    with pytest.raises(InputError, match=r'^--draft-model=.*draft: .*model\.num_heads=3'):
+        load_draft(str(tmp_path / 'draft'), model, share_layers=True)

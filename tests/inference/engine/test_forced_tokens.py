@@ -245,6 +245,17 @@ def test_a_sample_of_one_mask_is_that_of_another():
         assert num_different
 
 
+@pytest.mark.parametrize('schema', [{'const': 'a<|endoftext|>b'}, {'enum': ['a<|endoftext|>b', 1]}])
+def test_the_name_of_an_end_token_is_text(schema):
+    """The id of the end token would end the response in the middle of a string."""
+    worker = grammar_worker._Worker()
+    worker.vocabulary = vocabulary()
+    worker.compile(json_grammar(schema))
+    result = worker.next_mask(1, list(b'"'), is_truncated=False)
+    assert (bytes(result.forced), result.state[:1]) == (b'a<|endoftext|>b', CONTINUES)
+    assert worker.next_mask(1, list(b'"'), is_truncated=False) == MaskResult(1, (), COMPLETE)
+
+
 @pytest.mark.parametrize('is_slow', [False, True])
 def test_results_of_the_process(is_slow, monkeypatch):
     """The last token is sampled. Masks that take long come in several results, because the time of one is limited."""
