@@ -13,7 +13,8 @@ RESULTS = ROOT / 'benchmarks/results/posttraining_cpu2.json'
 def test_unknown_task(capsys):
     assert exit_code(main, ['--tasks=arithmetic,chess']) == EXIT_BAD_INPUT
     assert "no task 'chess'; one of arithmetic, synth" in capsys.readouterr().err
-    assert exit_code(main, ['--seeds=0']) == EXIT_BAD_INPUT
+    assert exit_code(main, ['--seeds=all']) == EXIT_BAD_INPUT
+    assert '--seeds=all: needs integers' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('task', TASKS)
