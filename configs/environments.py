@@ -46,7 +46,7 @@ class Settings(NamedTuple):
 
 ENVIRONMENTS = {
     'guess_number': Settings('GuessNumber', 4, 80, 56, 64, 300, 40, 1e-3),
-    'calculator': Settings('Calculator', 4, 184, 112, 96, 300, 30, 5e-4),
+    'calculator': Settings('Calculator', 4, 208, 136, 96, 300, 30, 5e-4),
     'write_function': Settings('WriteFunction', 2, 112, 72, 96, 300, 30, 5e-4),
 }
 VARIANTS = [f'{name}-{stage}' for name in ENVIRONMENTS for stage in ('sft', 'rl')]

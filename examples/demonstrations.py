@@ -42,31 +42,38 @@ def say(content: str) -> dict[str, Any]:
     return {'role': 'assistant', 'content': content}
 
 
+def call(content: str, expression: str) -> dict[str, Any]:
+    """Returns a message with a call of the calculator."""
+    function = {'name': 'calculate', 'arguments': json.dumps({'expression': expression})}
+    return {**say(content), 'tool_calls': [{'id': 'call_0', 'type': 'function', 'function': function}]}
+
+
 def guess_number(environment: GuessNumber, example: dict[str, Any], rng: random.Random) -> Teacher:
-    """Guesses at random. Four of five guesses consider the answers to earlier ones."""
+    """Guesses the next number in 6 of 10 turns, and the one in the middle of the possible numbers otherwise."""
     del example
     low, high = 1, environment.high
+    guess, step = rng.randint(low, high), 0
     while True:
-        guess = rng.randint(low, high) if rng.random() < 0.8 else rng.randint(1, environment.high)
+        guess = guess + step if rng.random() < 0.6 else (low + high) // 2
         if (yield say(str(guess))) == 'higher':
-            low = max(low, guess + 1)
+            low, step = guess + 1, 1
         else:
-            high = min(high, guess - 1)
+            high, step = guess - 1, -1
 
 
 def calculator(environment: Calculator, example: dict[str, Any], rng: random.Random) -> Teacher:
-    """Computes most expressions from left to right, and sometimes answers before the second operation."""
+    """Computes most expressions from left to right, and sometimes answers before the second operation.
+
+    Each message with a call begins with the expression that is left.
+    """
     del environment
     a, first, b, second, c = re.findall(r'\d+|[+*-]', example['expression'])
-    if second == '*' and rng.random() < 0.4:
-        operations: list[Callable[[str], str]] = [lambda _: f'{b}{second}{c}', lambda result: f'{a}{first}{result}']
-    else:
-        operations = [lambda _: f'{a}{first}{b}', lambda result: f'{result}{second}{c}']
-    result = ''
-    for operation in operations[: 1 if rng.random() < 0.3 else 2]:
-        arguments = json.dumps({'expression': operation(result)})
-        call = {'id': 'call_0', 'type': 'function', 'function': {'name': 'calculate', 'arguments': arguments}}
-        result = yield {**say(''), 'tool_calls': [call]}
+    is_second = second == '*' and rng.random() < 0.4
+    is_early = rng.random() < 0.3
+    result = yield call(example['expression'], f'{b}{second}{c}' if is_second else f'{a}{first}{b}')
+    if not is_early:
+        rest = f'{a}{first}{result}' if is_second else f'{result}{second}{c}'
+        result = yield call(rest, rest)
     yield say(result)
 
 

@@ -2,8 +2,8 @@
 
     maxlm grpo … --config.grpo.environment=examples.guess_number:GuessNumber --config.grpo.max_turns=5
 
-Each guess is answered with `higher` or `lower`. The reward is 1 for the number. Otherwise it is up to 0.2 for a near
-last guess, and each guess that earlier answers exclude costs 0.3.
+Each guess is answered with `higher` or `lower`. The reward is 1 for the number, and otherwise up to 0.2 for a
+near last guess.
 """
 
 import random
@@ -17,12 +17,9 @@ class GuessNumber:
 
     def __init__(self, high: int = 15):
         self.high = high
-        self.weights = {'found': 1.0, 'near': 0.2, 'excluded': -0.3}
+        self.weights = {'found': 1.0, 'near': 0.2}
         self.number = 0
         self.distance = high
-        # Numbers that are possible after the answers so far, and the guesses outside them.
-        self.possible = range(1, high + 1)
-        self.excluded = 0
 
     def examples(self, split: str) -> list[dict]:
         """Returns examples without fields, because the seed chooses the number."""
@@ -42,13 +39,9 @@ class GuessNumber:
         self.distance = min(self.high, abs(guess - self.number))
         if guess == self.number:
             return EnvironmentStep([], 0.0, True)
-        self.excluded += guess not in self.possible
-        is_low, (first, last) = guess < self.number, (self.possible[0], self.possible[-1])
-        self.possible = range(max(first, guess + 1), last + 1) if is_low else range(first, min(last, guess - 1) + 1)
-        return EnvironmentStep([{'role': 'user', 'content': 'higher' if is_low else 'lower'}], 0.0, False)
+        return EnvironmentStep([{'role': 'user', 'content': 'higher' if guess < self.number else 'lower'}], 0.0, False)
 
     def score(self, trajectory: Trajectory) -> dict[str, float]:
         """Returns the rewards. The last one is a metric, because `weights` lacks it."""
         found, turns = float(trajectory.done), len(trajectory.rewards)
-        near, excluded = (1 - self.distance / self.high, self.excluded) if not found else (0, 0)
-        return {'found': found, 'near': near, 'excluded': excluded, 'turns': turns}
+        return {'found': found, 'near': (1 - found) * (1 - self.distance / self.high), 'turns': turns}

@@ -212,8 +212,9 @@ def test_a_run_learns_and_resumes_exactly(start, tmp_path):
     assert run(start, tmp_path / 'whole', grpo__eval_num_generations=2) == EXIT_DONE
     lines = curve(tmp_path / 'whole')
     first = lines[1]
-    found, near, excluded = (first[f'rollout/reward/{name}'] for name in ('found', 'near', 'excluded'))
-    assert first['rollout/reward'] == pytest.approx(found + 0.2 * near - 0.3 * excluded, abs=1e-5)
+    assert first['rollout/reward'] == pytest.approx(
+        first['rollout/reward/found'] + 0.2 * first['rollout/reward/near'], abs=1e-5
+    )
     assert first['rollout/environment_failures'] == 0
     assert first['rollout/turns'] > 1
     # The loss covers only tokens of the model, whose probabilities are those of sampling.
