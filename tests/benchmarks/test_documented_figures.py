@@ -47,7 +47,7 @@ def bound(value: float, digits: int) -> str:
 
 def range_of(values: Any, form: str = '.2f', between: str = '–') -> str:
     values = list(values)
-    return f'{min(values):{form}}{between}{max(values):{form}}'
+    return between.join(f'{value:{form}}' for value in (sorted({min(values), max(values)})))
 
 
 def readme(read: Read) -> Iterator[str]:
