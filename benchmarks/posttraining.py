@@ -4,7 +4,8 @@
 
 For each task and seed, runs the commands in the docstring of configs/TASK.py: writing problems, preparing the chats,
 `maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. The task write_function has an environment, and its commands
-are in configs/environments.py. Records the runs' evaluations on held-out problems and the wall time. Prints a table, plots the curves, and writes JSON with machine and versions after each run.
+are in configs/environments.py. Records the runs' evaluations on held-out problems and the wall time. Prints a table,
+plots the curves, and writes JSON with machine and versions after each run.
 """
 
 from __future__ import annotations
