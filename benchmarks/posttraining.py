@@ -1,10 +1,11 @@
 """Measures accuracy and duration of post-training a small model with SFT and then GRPO on this machine.
 
-    python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=3] [--output=FILE] [--figures=DIR]
+    python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=0,1,2] [--output=FILE] [--figures=DIR]
 
 For each task and seed, runs the commands in the docstring of configs/TASK.py: writing problems, preparing the chats,
-`maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. Records the runs' evaluations on held-out problems and the
-wall time. Prints a table, plots the curves, and writes JSON with machine and versions after each run.
+`maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. The task write_function has an environment, and its commands
+are in configs/environments.py. Records the runs' evaluations on held-out problems and the wall time. Prints a table,
+plots the curves, and writes JSON with machine and versions after each run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # Tokenizer and sequence length of each task's chats, as in its config.
 TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
+ENVIRONMENTS = {'write_function': ('bpe:512', 256)}
 SHOWN = {
     'accuracy': ('greedy answer', BLUE),
     'pass_at_1': ('sampled answers', ORANGE),
@@ -39,27 +41,30 @@ SHOWN = {
 def main(argv: list[str]) -> int:
     """Runs tasks, and prints, writes and plots the results."""
     parser = ArgumentParser(prog='benchmarks.posttraining', allow_abbrev=False, description=__doc__)
-    parser.add_argument('--tasks', default=','.join(TASKS), help='tasks with commas between them (default: all)')
-    parser.add_argument('--seeds', type=int, default=3, help='of each task (default 3)')
-    parser.add_argument('--output', type=Path, help='JSON file to write; tasks that are not run keep what it has')
+    default = ','.join(TASKS)
+    parser.add_argument('--tasks', default=default, help=f'tasks with commas between them (default: {default})')
+    parser.add_argument('--seeds', default='0,1,2', help="seeds (default: 0,1,2); '' = only draw --output")
+    parser.add_argument('--output', type=Path, help='JSON file to write; other tasks and seeds keep what it has')
     parser.add_argument('--figures', type=Path, help='directory for pictures')
     options = parser.parse_args(argv)
     tasks = options.tasks.split(',')
     for task in tasks:
-        if task not in TASKS:
-            raise InputError(f'--tasks: no task {task!r}; one of {", ".join(TASKS)}')
-    if options.seeds < 1:
-        raise InputError(f'--seeds={options.seeds}: needs 1 or more')
-    results: dict[str, Any] = {}
-    if options.output and options.output.is_file():
-        results = json.loads(options.output.read_text())['results']
-    for task in tasks:
-        results[task] = []
-        for seed in range(options.seeds):
+        if task not in TASKS | ENVIRONMENTS:
+            raise InputError(f'--tasks: no task {task!r}; one of {", ".join(TASKS | ENVIRONMENTS)}')
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(',') if seed]
+    except ValueError as error:
+        raise InputError(f'--seeds={options.seeds}: needs integers with commas between them') from error
+    results: dict[str, Any] = results_in(options.output)
+    for seed in seeds:
+        for task in tasks:
             with tempfile.TemporaryDirectory() as directory:
                 result = run_task(task, seed, Path(directory))
-            results[task].append(result)
             print(line_of(task, result), flush=True)
+            # Another process may have written results of other tasks.
+            results |= results_in(options.output)
+            others = [each for each in results.get(task, ()) if each['seed'] != seed]
+            results[task] = sorted([*others, result], key=lambda each: each['seed'])
             if options.output:
                 options.output.write_text(json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n')
     if options.figures:
@@ -68,29 +73,42 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
+def results_in(path: Path | None) -> dict[str, Any]:
+    """Returns the results by task in a file that may not exist."""
+    return json.loads(path.read_text())['results'] if path and path.is_file() else {}
+
+
 def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
     """Returns the evaluations of GRPO by step (0 is the model after SFT) and the seconds of both runs."""
-    tokenizer, window = TASKS[task]
+    tokenizer, window = (TASKS | ENVIRONMENTS)[task]
     data, sft, rl = directory / task, directory / 'sft', directory / 'rl'
     quiet = ['--config.metrics.tensorboard=False', '--config.metrics.device_stats_interval_seconds=0']
     seeds = [f'--config.train.seed={seed}', f'--config.data.seed={seed}', *quiet]
-    call('examples.tasks', task, '--output', str(data), '--seed', str(seed))
+    if task in ENVIRONMENTS:
+        config, prompts = f'configs/environments.py:{task}-', []
+        call('examples.demonstrations', task, '--output', str(data / 'chats.jsonl'), '--seed', str(seed))
+    else:
+        config = f'configs/{task}.py:'
+        prompts = [
+            f'--config.grpo.{key}={data / f"{name}.jsonl"}'
+            for key, name in (('prompts', 'prompts'), ('eval_prompts', 'held_out'))
+        ]
+        call('examples.tasks', task, '--output', str(data), '--seed', str(seed))
     chats = ['--input', str(data / 'chats.jsonl'), '--output', str(data / 'chats'), '--format=chat', '--quiet']
     call('maxlm.prepare', *chats, '--chat-template=chatml', f'--tokenizer={tokenizer}', f'--pack-seq-len={window}')
     sft_seconds = call(
         'maxlm.train',
-        f'--config=configs/{task}.py:sft',
+        f'--config={config}sft',
         f'--workdir={sft}',
         f'--config.data.path={data / "chats"}',
         *seeds,
     )
     rl_seconds = call(
         'maxlm.grpo',
-        f'--config=configs/{task}.py:rl',
+        f'--config={config}rl',
         f'--workdir={rl}',
         f'--config.train.init_from={sft}',
-        f'--config.grpo.prompts={data / "prompts.jsonl"}',
-        f'--config.grpo.eval_prompts={data / "held_out.jsonl"}',
+        *prompts,
         *seeds,
     )
     evaluations = [
@@ -98,13 +116,16 @@ def run_task(task: str, seed: int, directory: Path) -> dict[str, Any]:
         for line in read_metrics(rl)
         if 'eval/accuracy' in line
     ]
-    rewards = [(line['step'], line['rollout/reward']) for line in read_metrics(rl) if 'rollout/reward' in line]
+    of_rollouts = {
+        name: [(line['step'], line[key]) for line in read_metrics(rl) if key in line]
+        for name, key in (('rewards', 'rollout/reward'), ('turns', 'rollout/turns'))
+    }
     return {
         'seed': seed,
         'sft_seconds': sft_seconds,
         'rl_seconds': rl_seconds,
         'evaluations': evaluations,
-        'rewards': rewards,
+        **{name: values for name, values in of_rollouts.items() if values},
     }
 
 

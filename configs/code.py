@@ -12,10 +12,14 @@ Variants:  7b · 13b · 30b · 70b pretrain 6.7, 13.0, 32.5 and 69.0 billion par
            be parsed and passes the tests of the task;
            7b-reward trains a reward model of human preferences from runs/code-7b-instruct, and 7b-human trains
            runs/code-7b-rl with GRPO on its scores;
-           smoke, smoke-long, smoke-instruct, smoke-rl, smoke-reward and smoke-human: the same phases with two narrow
-           layers, on a CPU
+           7b-feedback trains runs/code-7b-rl with GRPO in an environment: the tests answer the first program, and the
+           model may correct it once;
+           smoke and smoke-long, -instruct, -rl, -reward, -human and -feedback: the same phases with two narrow layers,
+           on a CPU
 Afterward: maxlm recipe --config=configs/code.py:7b-preferences pairs=PAIRS.jsonl questions=QUESTIONS.jsonl
            prepares PAIRS and trains 7b-reward and 7b-human; the final model is in runs/code-7b-human
+           maxlm recipe --config=configs/code.py:7b-corrections prompts=TASKS.jsonl
+           trains 7b-feedback; the final model is in runs/code-7b-feedback
 Data:      CHATS.jsonl has conversations, TASKS.jsonl has prompts with `tests`, PAIRS.jsonl has preferred and rejected
            answers, QUESTIONS.jsonl has prompts (docs/posttraining.md)
 Hardware:  H100 80 GB: at least 8 for 7b, 16 for 13b, 32 for 30b, 64 for 70b, 1 for 7b-lora and 7b-qlora; or a TPU pod
@@ -48,12 +52,17 @@ SHAPES = {
     '70b': (80, 8192, 64, 8, 28_672, 1.5e-4),
 }
 # Phases after pretraining, which need the memory-saving settings.
-PHASES = ('long', 'instruct', 'lora', 'qlora', 'rl', 'reward', 'human')
+PHASES = ('long', 'instruct', 'lora', 'qlora', 'rl', 'reward', 'human', 'feedback')
+# Phases with GRPO.
+REINFORCED = ('rl', 'human', 'feedback')
 
 
 def get_phases(variant: str = '7b') -> list[str]:
     if variant in ('7b-preferences', 'smoke-preferences'):
         return preference_phases(variant.partition('-')[0])
+    if variant in ('7b-corrections', 'smoke-corrections'):
+        shape = variant.partition('-')[0]
+        return [f'grpo --config={{config}}:{shape}-feedback --config.grpo.prompts={{prompts}}']
     if variant not in (*SHAPES, '7b-32gb', 'smoke'):
         raise InputError(f'configs/code.py:{variant} has no phases; use --config=configs/code.py:7b')
     is_smoke = variant == 'smoke'
@@ -96,7 +105,7 @@ def get_config(variant: str = '7b') -> ConfigDict:
         SETTINGS_80_GB[variant](config)
     if phase in PHASES:
         continue_at_long_context(config, shape)
-    if phase in ('instruct', 'lora', 'qlora', 'rl', 'reward', 'human'):
+    if phase in ('instruct', 'lora', 'qlora', *REINFORCED, 'reward'):
         follow_instructions(config, shape)
     if phase in ('lora', 'qlora'):
         with_adapters(config)
@@ -104,13 +113,15 @@ def get_config(variant: str = '7b') -> ConfigDict:
         config.model.weight_quantization = 'int4'
     if phase == 'reward':
         learn_preferences(config, shape)
-    if phase in ('rl', 'human'):
+    if phase in REINFORCED:
         learn_from_tests(config, shape)
     if phase == 'human':
         follow_preferences(config, shape)
+    if phase == 'feedback':
+        learn_from_feedback(config, shape)
     if shape == 'smoke':
         shrink(config)
-        if phase in ('rl', 'human'):
+        if phase in REINFORCED:
             shrink_rollouts(config)
     return config
 
@@ -273,3 +284,11 @@ def follow_preferences(config: ConfigDict, shape: str) -> None:
     config.grpo.reward = 'reward_model'
     config.grpo.reward_model = f'runs/code-{shape}-reward'
     config.grpo.kl_coef = 0.01
+
+
+def learn_from_feedback(config: ConfigDict, shape: str) -> None:
+    """Reinforces programs that pass their tests at the first or the second attempt, after the result of the first."""
+    config.train.init_from = f'runs/code-{shape}-rl'
+    config.grpo.reward = default().grpo.reward
+    config.grpo.environment = 'examples.write_function:WriteFunction'
+    config.grpo.max_turns = 2

@@ -2,8 +2,8 @@
 
     maxlm grpo … --config.grpo.environment=examples.guess_number:GuessNumber --config.grpo.max_turns=5
 
-Each guess is answered with `higher` or `lower`. The reward is 1 for the number, less for a number found late, and a
-part of it for a near last guess.
+Each guess is answered with `higher` or `lower`. The reward is 1 for the number, and otherwise up to 0.2 for a
+near last guess.
 """
 
 import random
@@ -23,7 +23,7 @@ class GuessNumber:
 
     def examples(self, split: str) -> list[dict]:
         """Returns examples without fields, because the seed chooses the number."""
-        return [{}] * (64 if split == 'train' else 16)
+        return [{}] * (64 if split == 'train' else 100)
 
     def reset(self, example: dict, seed: int) -> list[dict]:
         """Chooses the number and returns the question."""
@@ -42,7 +42,6 @@ class GuessNumber:
         return EnvironmentStep([{'role': 'user', 'content': 'higher' if guess < self.number else 'lower'}], 0.0, False)
 
     def score(self, trajectory: Trajectory) -> dict[str, float]:
-        """Returns the rewards. The third one is a metric, because `weights` lacks it."""
-        found = float(trajectory.done)
-        late = 0.02 * max(0, len(trajectory.rewards) - 1)
-        return {'found': found * (1 - late), 'near': (1 - found) * (1 - self.distance / self.high), 'solved': found}
+        """Returns the rewards. The last one is a metric, because `weights` lacks it."""
+        found, turns = float(trajectory.done), len(trajectory.rewards)
+        return {'found': found, 'near': (1 - found) * (1 - self.distance / self.high), 'turns': turns}

@@ -14,6 +14,10 @@ from maxlm.telemetry.run_history import RunHistory
 _ROUTINE = frozenset({'saved', 'evaluated', 'compiled'})
 _MAX_EVENTS, _MAX_EVENT_CHARS = 300, 500
 _MAX_PROMPTS, _MAX_STEPS, _MAX_CHARS = 8, 12, 2000
+# The newest sample of a prompt may be a conversation of several turns.
+_MAX_NEWEST_CHARS = 10_000
+# The end of a prompt distinguishes it from others, since descriptions of tools are at its beginning.
+_MAX_HEADING_CHARS = 120
 # Names of `maxlm evaluate`.
 CORE, BITS_PER_BYTE = 'core', 'bits_per_byte'
 # Tokenizer of the run in `maxlm.data.compression`, which this package does not import.
@@ -98,17 +102,39 @@ def shown_events(runs: Sequence[ReportedRun]) -> tuple[list[dict[str, Any]], int
     return rows, len(found) - len(shown)
 
 
-def shown_samples(run: ReportedRun) -> tuple[list[tuple[str, list[tuple[float | None, str]], int]], int]:
-    """Returns (prompt, (step, text) newest first, number of all samples) for each prompt, and the number of omitted
-    prompts.
+class PromptSamples(NamedTuple):
+    """Samples of a prompt.
+
+    Attributes:
+        heading: end of the prompt, in one line.
+        prompt: the prompt if the heading shows only a part of it or its lines, else ''.
+        texts: step and text of the samples to show, newest first.
+        count: number of all samples.
     """
+
+    heading: str
+    prompt: str
+    texts: list[tuple[float | None, str]]
+    count: int
+
+
+def shown_samples(run: ReportedRun) -> tuple[list[PromptSamples], int]:
+    """Returns the samples of each prompt, and the number of omitted prompts."""
     by_prompt: dict[str, list[Mapping[str, Any]]] = {}
     for line in run.history.samples:
         by_prompt.setdefault(text(line, 'prompt'), []).append(line)
     shown = []
     for prompt, lines in list(by_prompt.items())[:_MAX_PROMPTS]:
-        texts = [(number(line, 'step'), shorten(text(line, 'text'), _MAX_CHARS)) for line in _evenly_spaced(lines)]
-        shown.append((' '.join(prompt.split())[:120], texts[::-1], len(lines)))
+        newest_first = _evenly_spaced(lines)[::-1]
+        lengths = (_MAX_NEWEST_CHARS, *[_MAX_CHARS] * (len(newest_first) - 1))
+        texts = [
+            (number(line, 'step'), shorten(text(line, 'text'), length))
+            for line, length in zip(newest_first, lengths, strict=True)
+        ]
+        line = ' '.join(prompt.split())
+        heading = line if len(line) <= _MAX_HEADING_CHARS else f'… {line[-_MAX_HEADING_CHARS:]}'
+        whole = '' if heading == prompt else shorten(prompt, _MAX_NEWEST_CHARS)
+        shown.append(PromptSamples(heading, whole, texts, len(lines)))
     return shown, len(by_prompt) - len(shown)
 
 

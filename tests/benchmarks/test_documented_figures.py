@@ -47,7 +47,7 @@ def bound(value: float, digits: int) -> str:
 
 def range_of(values: Any, form: str = '.2f', between: str = '–') -> str:
     values = list(values)
-    return f'{min(values):{form}}{between}{max(values):{form}}'
+    return between.join(f'{value:{form}}' for value in (sorted({min(values), max(values)})))
 
 
 def readme(read: Read) -> Iterator[str]:
@@ -330,7 +330,9 @@ def quantization(read: Read) -> Iterator[str]:
 
 
 def posttraining(read: Read) -> Iterator[str]:
-    for runs in read('posttraining_cpu2')['results'].values():
+    for runs in (
+        runs for file in ('posttraining_cpu2', 'environments_cpu2') for runs in read(file)['results'].values()
+    ):
         for name in ('accuracy', 'pass_at_1'):
             ends = [[run['evaluations'][place][name] for place in (0, -1)] for run in runs]
             yield ', '.join(' → '.join(f'{half_up(value):.2f}' for value in pair) for pair in ends)

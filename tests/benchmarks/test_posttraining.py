@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from benchmarks.posttraining import TASKS, curves, line_of, main
+from benchmarks.posttraining import ENVIRONMENTS, TASKS, curves, line_of, main
 from maxlm.config.loading import load
 from maxlm.errors import EXIT_BAD_INPUT, exit_code
 from tests.conftest import ROOT
@@ -13,7 +13,8 @@ RESULTS = ROOT / 'benchmarks/results/posttraining_cpu2.json'
 def test_unknown_task(capsys):
     assert exit_code(main, ['--tasks=arithmetic,chess']) == EXIT_BAD_INPUT
     assert "no task 'chess'; one of arithmetic, synth" in capsys.readouterr().err
-    assert exit_code(main, ['--seeds=0']) == EXIT_BAD_INPUT
+    assert exit_code(main, ['--seeds=all']) == EXIT_BAD_INPUT
+    assert '--seeds=all: needs integers' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('task', TASKS)
@@ -45,4 +46,20 @@ def test_results_meet_the_documented_improvement(task):
         assert last['accuracy'] - first['accuracy'] >= 0.2
         assert last['pass_at_1'] - first['pass_at_1'] > 0.19
         assert result['sft_seconds'] + result['rl_seconds'] < 600
+    assert (ROOT / f'docs/figures/posttraining_{task}.png').stat().st_size > 1000
+
+
+@pytest.mark.parametrize('task', ENVIRONMENTS)
+def test_conversations_with_environments_improve(task):
+    """Each run raises the held-out accuracy by at least 0.2 and ends after fewer turns than it began with."""
+    results = json.loads((ROOT / 'benchmarks/results/environments_cpu2.json').read_text())['results'][task]
+    for result in results:
+        first, last = result['evaluations'][0], result['evaluations'][-1]
+        assert first['step'] == 0
+        for name in ('accuracy', 'pass_at_1'):
+            assert last[name] - first[name] >= 0.2
+        assert result['turns'][-1][1] < result['turns'][0][1]
+    tokenizer, window = ENVIRONMENTS[task]
+    header = (ROOT / 'configs/environments.py').read_text()
+    assert f'--tokenizer {tokenizer} --pack-seq-len {window}' in header
     assert (ROOT / f'docs/figures/posttraining_{task}.png').stat().st_size > 1000

@@ -25,6 +25,7 @@ SMALL = (
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
     *(f'configs/arithmetic.py:{variant}-5m' for variant in ('sft', 'rl')),
     *(f'configs/flags.py:{variant}' for variant in ('sft', 'reward', 'rl')),
+    *(f'configs/environments.py:write_function-{variant}' for variant in ('sft', 'rl')),
 )
 # Phases after pretraining.
 PHASES = tuple(f'configs/code.py:7b-{phase}' for phase in ('long', 'instruct', 'lora', 'qlora'))

@@ -29,5 +29,22 @@ def test_some_of_many_samples_are_shown_and_all_are_counted(run_of):
     assert len(text) < 300_000
 
 
+def test_a_conversation_is_shown_with_its_whole_prompt_and_all_turns(run_of):
+    (run,) = run_of('finished')
+    tools = f'<|im_start|>system\nTools:\n{"{}" * 200}<|im_end|>\n'
+    prompts = [f'{tools}<|im_start|>user\n{question}<|im_end|>\n' for question in ('2+3*4', '5-2*2')]
+    turns = ''.join(f'turn {number}\n' for number in range(300))
+    lines = [{'step': step, 'prompt': prompt, 'text': turns} for step in (1, 2) for prompt in prompts]
+    text = section('samples', with_samples(run, lines))
+    # The questions distinguish the headings.
+    headings = text.split('<h3>')[1:]
+    assert ['2+3*4' in heading.partition('</h3>')[0] for heading in headings] == [True, False]
+    assert text.count('<summary>Whole prompt</summary>') == 2
+    assert text.count('{}' * 200) == 2
+    # The newest one is complete, and the earlier one is shortened.
+    assert text.count('turn 299') == 2
+    assert text.count('turn 0\n') == 4
+
+
 def test_without_samples(run_of):
     assert section('samples', run_of('fresh')) == ''

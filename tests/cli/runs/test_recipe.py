@@ -113,6 +113,10 @@ def test_a_recipe_leads_from_text_to_an_exported_model(name, texts, forked_phase
     losses = [line['train/loss'] for line in read_metrics(tmp_path / workdir) if 'train/loss' in line]
     assert losses
     assert np.isfinite(losses).all()
+    if name == 'code':
+        corrections = f'--config={ROOT}/configs/code.py:smoke-corrections'
+        assert run(corrections, 'prompts=tasks/prompts.jsonl') == EXIT_DONE
+        assert (tmp_path / 'runs/code-smoke-feedback/hf/config.json').is_file()
     if name == 'mix':
         scores = json.loads((tmp_path / workdir / 'arc/evaluation.json').read_text())
         assert 'parity' in json.dumps(scores)
