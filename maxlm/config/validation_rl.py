@@ -339,11 +339,6 @@ def _check_environment(grpo: GrpoConfig) -> None:
                 f'grpo.{key}={value!r} has no effect with grpo.environment={name}; remove it, or set '
                 "grpo.environment=''"
             )
-    if grpo.max_staleness:
-        raise InputError(
-            f'grpo.environment={name} with grpo.max_staleness={grpo.max_staleness}: checkpoints do not contain '
-            'conversations with environments; set grpo.max_staleness=0'
-        )
 
 
 # Reasons why a key must not have its default or another value, appended to the error message.

@@ -1,0 +1,225 @@
+"""Conversations that are generated while the devices train: order of turns, checkpoints, resume and failures."""
+
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+
+from maxlm.data.chat.encoder import ChatEncoder
+from maxlm.data.chat.template import CHATML, ChatTemplate
+from maxlm.data.tokenizer.tokenizer import chars_tokenizer
+from maxlm.errors import InputError
+from maxlm.rl import rollouts
+from maxlm.rl.environments import calls, first_process
+from maxlm.rl.generation import turns
+from maxlm.rl.generation.environment_sampler import Environments
+from maxlm.rl.generation.responses import Responses
+from maxlm.rl.rewards.prompts import Prompts
+from maxlm.rl.rollouts import RolloutBatches
+from tests.small import small_config, small_layout
+
+TOKENIZER = chars_tokenizer(['\n0123456789abcdefghijklmnopqrstuvwxyz']).with_special_tokens(['<|im_start|>', '<|im_end|>'])
+CHAT = ChatEncoder(TOKENIZER, ChatTemplate(CHATML, name='test'))
+T, R, ROWS, NUM_ROLLOUTS, MAX_TURNS = 200, 160, 4, 6, 4
+TIMEOUT_SECONDS = 60
+
+
+class Sampler:
+    """Draws turns of random letters, which depend on the parameters, the row and the position, and records calls."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, params, prompts, *, seed, first_row, num_samples):
+        texts = [prompt for prompt in prompts for _ in range(num_samples)]
+        rows = list(range(first_row, first_row + len(texts)))
+        return self.resume(params, texts, seed=seed, rows=rows, limits=[R] * len(rows))
+
+    def resume(self, params, texts, *, seed, rows, limits, temperature=1.0, rows_per_run=0):
+        self.events.append((rows[0] // ROWS, params))
+        tokens, log_probs = np.zeros((len(rows), R), np.int32), np.zeros((len(rows), R), np.float32)
+        num = np.zeros(len(rows), np.int32)
+        for index, (text, row, limit) in enumerate(zip(texts, rows, limits, strict=True)):
+            rng = np.random.default_rng([seed, params, row, len(text)])
+            letters = TOKENIZER.encode(''.join(rng.choice(list('abcdef'), rng.integers(0, 4)))).tolist()
+            turn = [*letters, CHAT.end_of_turn][:limit]
+            num[index] = len(turn)
+            tokens[index, : len(turn)] = turn
+            log_probs[index, : len(turn)] = -rng.random(len(turn))
+        ended = tokens[np.arange(len(rows)), num - 1] == CHAT.end_of_turn
+        return Responses(tokens, log_probs, num, ended, int(num.max()))
+
+
+class Talk:
+    """Answers each turn with its length and rewards it, and ends after an empty turn or `MAX_TURNS` turns."""
+
+    fails, changes = False, False
+    step_lock, score_lock = None, None
+    created, closed = 0, 0
+
+    def __init__(self):
+        Talk.created += 1
+        self.answered = 0
+
+    def reset(self, example, seed):
+        self.seed = seed
+        return [{'role': 'user', 'content': f'say {seed % 97} {example["text"]}'}]
+
+    async def step(self, messages):
+        if Talk.step_lock is not None:
+            assert Talk.step_lock.wait(TIMEOUT_SECONDS)
+        self.answered += 1
+        text = messages[-1]['content']
+        if Talk.fails and text.startswith('a') and self.answered == 2:
+            raise ConnectionError('no network')
+        answer = f'{len(text) + self.answered + Talk.changes}'
+        return [{'role': 'user', 'content': answer}], -0.5 * len(text), not text
+
+    def score(self, trajectory):
+        if Talk.score_lock is not None:
+            assert Talk.score_lock.wait(TIMEOUT_SECONDS)
+        assert self.answered == len(trajectory.rewards)
+        # The names depend on the conversation.
+        found = {'turns': len(trajectory.rewards), 'letters': sum(len(one['content']) for one in trajectory.messages)}
+        return found | ({'even': 1.0} if found['letters'] % 2 == 0 else {})
+
+    def close(self):
+        Talk.closed += 1
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Returns a function that opens rollouts of two steps each, and returns them and their sampler."""
+    for name, value in {'fails': False, 'changes': False, 'created': 0, 'closed': 0}.items():
+        monkeypatch.setattr(Talk, name, value)
+    monkeypatch.setattr(Talk, 'step_lock', None)
+    monkeypatch.setattr(Talk, 'score_lock', None)
+    opened = []
+
+    def make(k, **overrides):
+        sampler = Sampler()
+        monkeypatch.setattr(rollouts, 'Sampler', lambda *_, **__: sampler)
+        monkeypatch.setattr(turns, 'ContinuationSampler', lambda *_, **__: sampler)
+        monkeypatch.setattr(rollouts, 'make_passes', lambda *_: None)
+        config = small_config(
+            **{
+                'data__seq_len': T,
+                'train__objective': 'grpo',
+                'train__num_steps': 2 * NUM_ROLLOUTS,
+                'train__global_batch_size': 2,
+                'grpo__num_generations': 2,
+                'grpo__prompts_per_rollout': 2,
+                'grpo__max_completion_length': R,
+                'grpo__environment': 'tests:Talk',
+                'grpo__max_turns': MAX_TURNS,
+                'grpo__max_staleness': k,
+                'model__max_positions': T,
+                **overrides,
+            }
+        )
+        TOKENIZER.save(tmp_path / 'tokenizer.json')
+        examples = tuple({'text': letter} for letter in 'xyz')
+        source = RolloutBatches(
+            config,
+            prompts=Prompts('examples', (np.zeros(0, np.uint32),) * 3, examples, (1, 2, 3), 0),
+            eval_prompts=None,
+            scorer=None,
+            tokenizer_path=tmp_path / 'tokenizer.json',
+            ends=(CHAT.end_of_turn,),
+            environments=Environments(Talk, CHAT),
+        )
+        source.open(config, small_layout(config))
+        opened.append(source)
+        return source, sampler
+
+    yield make
+    for source in opened:
+        source.close()
+
+
+def prepare(source, step):
+    """Prepares the rollout before a step by parameters that are the number of updates; returns its metrics."""
+    metrics = source.prepare(step, types.SimpleNamespace(params=step - 1)).metrics
+    return {name: value for name, value in metrics.items() if not name.endswith('seconds') and 'per_second' not in name}
+
+
+def run(source, first=0, last=NUM_ROLLOUTS):
+    """Returns the metrics and the two batches of each rollout."""
+    found = []
+    for number in range(first, last):
+        source._batches.clear()
+        found.append((prepare(source, 2 * number + 1), list(source._batches)))
+    return found
+
+
+@pytest.mark.parametrize('k', [1, 2, 4])
+def test_turns_are_generated_in_a_fixed_order(make, k):
+    source, sampler = make(k)
+    whole = run(source)
+    by_rollout = [[params for one, params in sampler.events if one == number] for number in range(NUM_ROLLOUTS)]
+    for number, params in enumerate(by_rollout):
+        begun, complete = max(0, number - k), max(0, number - 1)
+        # One turn before the training on each rollout, and the remaining ones before that on the previous rollout.
+        expected = [2 * one for one in range(begun, complete)]
+        assert params == [*expected, *[2 * complete] * (len(params) - len(expected))][: len(params)]
+        assert len(params) > 1
+    assert [metrics['rollout/staleness'] for metrics, _ in whole] == [2 * min(n, k) for n in range(NUM_ROLLOUTS)]
+    assert source.state_arrays() == {}
+    assert Talk.created == Talk.closed == ROWS * NUM_ROLLOUTS
+
+
+@pytest.mark.parametrize('fails', [False, True])
+@pytest.mark.parametrize('k', [1, 2, 4])
+def test_a_resumed_run_equals_an_uninterrupted_one(make, monkeypatch, k, fails):
+    monkeypatch.setattr(Talk, 'fails', fails)
+    whole = run(make(k)[0])
+    assert any(metrics['rollout/environment_failures'] for metrics, _ in whole) == fails
+    for stop in (1, 2, 4):
+        for is_scored in (False, True):
+            source, _ = make(k)
+            if not is_scored:
+                # The checkpoint contains no scores.
+                monkeypatch.setattr(source._pending, '_executor', None)
+            begun = run(source, last=stop)
+            if is_scored:
+                for entry in source._pending._queue:
+                    entry.future and entry.future.result(TIMEOUT_SECONDS)
+            arrays = source.state_arrays()
+            complete = arrays['complete'].tolist()
+            assert arrays['numbers'][:, 3].tolist() == [one and is_scored for one in complete]
+            assert complete[0]
+            resumed, sampler = make(k)
+            resumed.load_state_arrays({name: array.copy() for name, array in arrays.items()})
+            found = begun + run(resumed, first=stop)
+            # Recorded turns are not generated again.
+            assert (stop, 2 * stop) not in sampler.events
+            np.testing.assert_equal(found, whole)
+    # Negative control: other parameters give other batches.
+    assert not np.array_equal(whole[1][1][0]['tokens'], whole[2][1][0]['tokens'])
+
+
+def test_environments_answer_and_score_during_the_training(make, monkeypatch):
+    source, sampler = make(3)
+    prepare(source, 1)
+    # The next rollout is complete and the others are not. From now on, no environment answers.
+    monkeypatch.setattr(Talk, 'step_lock', threading.Event())
+    monkeypatch.setattr(Talk, 'score_lock', threading.Event())
+    for entry in source._pending._queue:
+        entry.future and entry.future.result(TIMEOUT_SECONDS)
+    arrays = source.state_arrays()
+    assert arrays['numbers'][:, 0].tolist() == [1, 2, 3]
+    assert arrays['complete'].tolist()[0]
+    assert not arrays['complete'].all()
+    before = len(sampler.events)
+    thread = threading.Thread(target=lambda: prepare(source, 3))
+    thread.start()
+    thread.join(0.2)
+    # The next training needs the answers of rollout 2.
+    assert thread.is_alive()
+    Talk.step_lock.set()
+    Talk.score_lock.set()
+    thread.join(TIMEOUT_SECONDS)
+    assert not thread.is_alive()
+    assert len(sampler.events) > before
