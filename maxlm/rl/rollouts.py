@@ -243,7 +243,8 @@ class RolloutBatches(BatchSource):
             Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waited=waited + tool_seconds)
+        waits = {'reward_wait': waited, 'tool_wait': tool_seconds}
+        return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waits)
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
@@ -325,8 +326,12 @@ class RolloutBatches(BatchSource):
         # The last rollout that is trained on; a longer run generates the later ones when it continues.
         last = (self._config.train.num_steps - 1) // updates
         numbers = range(number, min(number + ahead, last) + 1)
+        # Without `max_staleness`, no conversations continue.
+        lost = [one.number for one in self._pending.unscored if one.responses.environment is not None and not ahead]
         # The checkpoint may be that of a run with a higher limit, or of one that ended within a rollout.
-        self._pending.keep(numbers, lambda rollout: rollout.number * updates - rollout.step <= ahead * updates)
+        self._pending.keep(
+            {*numbers}.difference(lost), lambda rollout: rollout.number * updates - rollout.step <= ahead * updates
+        )
         if self._ongoing is not None:
             self._ongoing.generate(number, last, step, params)
             return

@@ -1,7 +1,6 @@
 """Conversations that are generated while the devices train: order of turns, checkpoints, resume and failures."""
 
 import threading
-import time
 import types
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
-from maxlm.errors import InputError
 from maxlm.rl import rollouts
-from maxlm.rl.environments import calls, first_process
 from maxlm.rl.generation import turns
 from maxlm.rl.generation.environment_sampler import Environments
 from maxlm.rl.generation.responses import Responses
@@ -20,8 +17,11 @@ from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rollouts import RolloutBatches
 from tests.small import small_config, small_layout
 
-TOKENIZER = chars_tokenizer(['\n0123456789abcdefghijklmnopqrstuvwxyz']).with_special_tokens(['<|im_start|>', '<|im_end|>'])
+TOKENIZER = chars_tokenizer(['\n0123456789abcdefghijklmnopqrstuvwxyz']).with_special_tokens(
+    ['<|im_start|>', '<|im_end|>']
+)
 CHAT = ChatEncoder(TOKENIZER, ChatTemplate(CHATML, name='test'))
+LETTERS = TOKENIZER.encode_batch(['abcdef'])[0]
 T, R, ROWS, NUM_ROLLOUTS, MAX_TURNS = 200, 160, 4, 6, 4
 TIMEOUT_SECONDS = 60
 
@@ -43,7 +43,7 @@ class Sampler:
         num = np.zeros(len(rows), np.int32)
         for index, (text, row, limit) in enumerate(zip(texts, rows, limits, strict=True)):
             rng = np.random.default_rng([seed, params, row, len(text)])
-            letters = TOKENIZER.encode(''.join(rng.choice(list('abcdef'), rng.integers(0, 4)))).tolist()
+            letters = LETTERS[rng.integers(0, len(LETTERS), rng.integers(0, 4))].tolist()
             turn = [*letters, CHAT.end_of_turn][:limit]
             num[index] = len(turn)
             tokens[index, : len(turn)] = turn
@@ -223,3 +223,69 @@ def test_environments_answer_and_score_during_the_training(make, monkeypatch):
     thread.join(TIMEOUT_SECONDS)
     assert not thread.is_alive()
     assert len(sampler.events) > before
+
+
+def saved(make, monkeypatch, k, stop):
+    """Returns the arrays of a checkpoint without scores."""
+    source, _ = make(k)
+    monkeypatch.setattr(source._pending, '_executor', None)
+    run(source, last=stop)
+    return source.state_arrays()
+
+
+def test_conversations_whose_environment_answers_differently_fail(make, monkeypatch):
+    arrays = saved(make, monkeypatch, 3, 2)
+    for changes in (False, True):
+        monkeypatch.setattr(Talk, 'changes', changes)
+        resumed, _ = make(3)
+        resumed.load_state_arrays(arrays)
+        failures = [metrics['rollout/environment_failures'] for metrics, _ in run(resumed, first=2)]
+        # The rollouts 2 to 4 are in the checkpoint, and rollout 5 begins afterwards.
+        assert [count > 0 for count in failures] == [changes, changes, changes, False]
+
+
+@pytest.mark.parametrize('k', [0, 1, 2, 4])
+def test_a_run_continues_with_another_limit(make, monkeypatch, k):
+    for stop in (0, 2):
+        arrays = saved(make, monkeypatch, 3, stop) if stop else {}
+        resumed, _ = make(k)
+        resumed.load_state_arrays(arrays)
+        lines = [metrics for metrics, _ in run(resumed, first=stop)]
+        assert max(line['rollout/staleness'] for line in lines) <= 2 * k if k else 'rollout/staleness' not in lines[0]
+        assert lines[-1]['rollout/turns'] > 1
+
+
+def test_a_run_without_staleness_repeats_unscored_conversations(make, monkeypatch):
+    """A run whose first rollout could not be scored has saved it."""
+    source, _ = make(1)
+    monkeypatch.setattr(source._pending, 'first', lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prepare(source, 1)
+    arrays = source.state_arrays()
+    arrays['numbers'][:, 3] = 0
+    assert arrays['numbers'][:, :2].tolist() == [[0, 0], [1, 0]]
+    synchronous, sampler = make(0)
+    synchronous.load_state_arrays(arrays)
+    assert prepare(synchronous, 1)['rollout/environment_failures'] == 0
+    assert (0, 0) in sampler.events
+
+
+def test_the_end_of_a_run_closes_environments(make):
+    source, _ = make(2)
+    run(source, last=2)
+    assert Talk.closed < Talk.created
+    source.close()
+    assert Talk.closed == Talk.created
+
+
+def test_the_time_of_environments_is_counted(make):
+    source, _ = make(2)
+    for number in range(3):
+        update = source.prepare(2 * number + 1, types.SimpleNamespace(params=number))
+        metrics = update.metrics
+        assert update.waits == {
+            'reward_wait': metrics['rollout/reward_wait_seconds'],
+            'tool_wait': metrics['rollout/tool_wait_seconds'],
+        }
+        assert metrics['rollout/tool_wait_seconds'] > 0
+        assert metrics['rollout/hidden_tool_seconds'] >= 0
