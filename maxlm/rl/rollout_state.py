@@ -82,7 +82,9 @@ def to_arrays(rollouts: Sequence[tuple[Rollout, Scores | None]]) -> dict[str, np
         empty = np.zeros((len(names) + 2, len(known[0].rewards)), np.float32)
         arrays['scores'] = np.stack([empty if scores is None else _score_rows(scores, names) for _, scores in rollouts])
         if uses:
-            arrays['excluded'] = np.stack([empty[0] if scores is None else scores.excluded for _, scores in rollouts])
+            arrays['excluded'] = np.stack(
+                [empty[0] if scores is None else (~scores.used).astype(np.float32) for _, scores in rollouts]
+            )
             arrays['score_names'] = np.frombuffer(json.dumps(names).encode(), np.uint8)
     return arrays
 

@@ -353,14 +353,18 @@ class RolloutBatches(BatchSource):
         """Begins or continues the conversations of a rollout."""
         sampler, _ = self._made
         assert isinstance(sampler, EnvironmentSampler)
-        recorded = {'recorded': restored.responses, 'is_complete': restored.is_complete} if restored else {}
-        return sampler.begin(self._starts(number), **self._sampling(number), **recorded)
+        return sampler.begin(
+            self._starts(number),
+            recorded=restored.responses if restored else None,
+            is_complete=restored is not None and restored.is_complete,
+            **self._sampling(number),
+        )
 
     def _starts(self, number: int, attempt: int = 0) -> Any:
         first = number * self._grpo.prompts_per_rollout
         return self._inputs(self._prompts, self._indices(number, attempt), first=first, attempt=attempt)
 
-    def _sampling(self, number: int, attempt: int = 0) -> dict[str, int]:
+    def _sampling(self, number: int, attempt: int = 0) -> dict[str, Any]:
         """Returns the arguments of the sampler for a rollout."""
         return {
             # The lowest bit distinguishes evaluations.

@@ -11,7 +11,7 @@ from maxlm.data.chat.template import CHATML, ChatTemplate
 from maxlm.data.tokenizer.tokenizer import chars_tokenizer
 from maxlm.rl import rollouts
 from maxlm.rl.generation import turns
-from maxlm.rl.generation.environment_sampler import Environments
+from maxlm.rl.generation.environment_sampler import Environments, seeded_examples
 from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rollouts import RolloutBatches
@@ -56,7 +56,8 @@ class Talk:
     """Answers each turn with its length and rewards it, and ends after an empty turn or `MAX_TURNS` turns."""
 
     fails, changes = False, False
-    step_lock, score_lock = None, None
+    # Seeds of conversations whose methods wait for the event.
+    slow_steps, slow_scores, event = frozenset(), frozenset(), threading.Event()
     created, closed = 0, 0
 
     def __init__(self):
@@ -68,8 +69,8 @@ class Talk:
         return [{'role': 'user', 'content': f'say {seed % 97} {example["text"]}'}]
 
     async def step(self, messages):
-        if Talk.step_lock is not None:
-            assert Talk.step_lock.wait(TIMEOUT_SECONDS)
+        if self.seed in Talk.slow_steps:
+            assert Talk.event.wait(TIMEOUT_SECONDS)
         self.answered += 1
         text = messages[-1]['content']
         if Talk.fails and text.startswith('a') and self.answered == 2:
@@ -78,8 +79,8 @@ class Talk:
         return [{'role': 'user', 'content': answer}], -0.5 * len(text), not text
 
     def score(self, trajectory):
-        if Talk.score_lock is not None:
-            assert Talk.score_lock.wait(TIMEOUT_SECONDS)
+        if self.seed in Talk.slow_scores:
+            assert Talk.event.wait(TIMEOUT_SECONDS)
         assert self.answered == len(trajectory.rewards)
         # The names depend on the conversation.
         found = {'turns': len(trajectory.rewards), 'letters': sum(len(one['content']) for one in trajectory.messages)}
@@ -94,8 +95,6 @@ def make(tmp_path, monkeypatch):
     """Returns a function that opens rollouts of two steps each, and returns them and their sampler."""
     for name, value in {'fails': False, 'changes': False, 'created': 0, 'closed': 0}.items():
         monkeypatch.setattr(Talk, name, value)
-    monkeypatch.setattr(Talk, 'step_lock', None)
-    monkeypatch.setattr(Talk, 'score_lock', None)
     opened = []
 
     def make(k, **overrides):
@@ -202,27 +201,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(make, monkeypatch, k, fails):
 
 def test_environments_answer_and_score_during_the_training(make, monkeypatch):
     source, sampler = make(3)
+    starts = seeded_examples([{}] * 8, seed=source._config.data.seed)
+    monkeypatch.setattr(Talk, 'event', threading.Event())
+    # Rollout 1 has no scores and the rollouts 2 and 3 have no answers before the event.
+    monkeypatch.setattr(Talk, 'slow_scores', {start.seed for start in starts[2:4]})
+    monkeypatch.setattr(Talk, 'slow_steps', {start.seed for start in starts[4:8]})
     prepare(source, 1)
-    # The next rollout is complete and the others are not. From now on, no environment answers.
-    monkeypatch.setattr(Talk, 'step_lock', threading.Event())
-    monkeypatch.setattr(Talk, 'score_lock', threading.Event())
-    for entry in source._pending._queue:
-        entry.future and entry.future.result(TIMEOUT_SECONDS)
+    assert [number for number, _ in sampler.events[-2:]] != [2, 3]
+    assert {(2, 0), (3, 0)} <= set(sampler.events)
     arrays = source.state_arrays()
     assert arrays['numbers'][:, 0].tolist() == [1, 2, 3]
-    assert arrays['complete'].tolist()[0]
-    assert not arrays['complete'].all()
-    before = len(sampler.events)
+    assert arrays['numbers'][:, 3].tolist() == [0, 0, 0]
+    assert arrays['complete'].tolist() == [True, False, False]
+    # Negative control: the training on rollout 1 needs the event.
     thread = threading.Thread(target=lambda: prepare(source, 3))
     thread.start()
-    thread.join(0.2)
-    # The next training needs the answers of rollout 2.
+    thread.join(0.3)
     assert thread.is_alive()
-    Talk.step_lock.set()
-    Talk.score_lock.set()
+    Talk.event.set()
     thread.join(TIMEOUT_SECONDS)
     assert not thread.is_alive()
-    assert len(sampler.events) > before
 
 
 def saved(make, monkeypatch, k, stop):
@@ -240,8 +238,8 @@ def test_conversations_whose_environment_answers_differently_fail(make, monkeypa
         resumed, _ = make(3)
         resumed.load_state_arrays(arrays)
         failures = [metrics['rollout/environment_failures'] for metrics, _ in run(resumed, first=2)]
-        # The rollouts 2 to 4 are in the checkpoint, and rollout 5 begins afterwards.
-        assert [count > 0 for count in failures] == [changes, changes, changes, False]
+        # The checkpoint contains answers of the rollouts 2 and 3, and of rollout 4 only the first turn of the model.
+        assert [count > 0 for count in failures] == [changes, changes, False, False]
 
 
 @pytest.mark.parametrize('k', [0, 1, 2, 4])

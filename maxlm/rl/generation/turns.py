@@ -108,9 +108,14 @@ class Turns:
     @property
     def responses(self) -> Responses:
         """Copies of the responses so far."""
-        arrays = (self._tokens_BR, self._log_probs_BR, self._num_B, self._ended_B)
-        tools = ToolUse(*(array.copy() for array in (self._generated_BR, self._calls_B, self._errors_B)))
-        return Responses(*(array.copy() for array in arrays), self._passes, tools)
+        return Responses(
+            self._tokens_BR.copy(),
+            self._log_probs_BR.copy(),
+            self._num_B.copy(),
+            self._ended_B.copy(),
+            self._passes,
+            ToolUse(self._generated_BR.copy(), self._calls_B.copy(), self._errors_B.copy()),
+        )
 
     def generate(self, params: Params) -> None:
         """Generates the next turn of the rows of `going`, or repeats it; `params` are then not used."""
