@@ -226,6 +226,11 @@ def check_grpo(config: Config) -> None:
             f'grpo.importance_sampling_cap={grpo.importance_sampling_cap:g} has no effect with '
             'grpo.max_staleness=0; set grpo.max_staleness=1 or remove the key'
         )
+    if grpo.reward_processes and grpo.sandbox_functions:
+        raise InputError(
+            f'grpo.reward_processes={grpo.reward_processes} has no effect with grpo.sandbox_functions=True, whose '
+            'sandbox runs one call for each core; remove the key'
+        )
     _check_estimator(grpo)
     if grpo.max_completion_length >= seq_len:
         raise InputError(
@@ -332,6 +337,7 @@ def _check_environment(grpo: GrpoConfig) -> None:
         'tools',
         'max_tool_calls',
         'sandbox_functions',
+        'reward_processes',
     )
     for key in owned:
         if (value := getattr(grpo, key)) != getattr(default, key):
@@ -339,11 +345,6 @@ def _check_environment(grpo: GrpoConfig) -> None:
                 f'grpo.{key}={value!r} has no effect with grpo.environment={name}; remove it, or set '
                 "grpo.environment=''"
             )
-    if grpo.max_staleness:
-        raise InputError(
-            f'grpo.environment={name} with grpo.max_staleness={grpo.max_staleness}: checkpoints do not contain '
-            'conversations with environments; set grpo.max_staleness=0'
-        )
 
 
 # Reasons why a key must not have its default or another value, appended to the error message.

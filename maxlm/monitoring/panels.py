@@ -39,6 +39,7 @@ CATEGORIES = {
     'step': ('step', '█', 'green'),
     'rollout': ('rollout', '▇', 'green'),
     'reward_wait': ('reward wait', '◫', 'yellow'),
+    'tool_wait': ('tool wait', '◨', 'yellow'),
     'evaluation': ('evaluation', '▓', 'cyan'),
     'checkpoint': ('checkpoint', '▒', 'blue'),
     'replay': ('replay', '▥', 'cyan'),

@@ -13,7 +13,8 @@ from maxlm.telemetry.goodput import Attempt
 LABELS = {
     'step': 'productive steps',
     'rollout': 'generating rollouts',
-    'reward_wait': 'waiting for rewards or tools',
+    'reward_wait': 'waiting for rewards',
+    'tool_wait': 'waiting for tools or environments',
     'evaluation': 'evaluation',
     'checkpoint': 'saving checkpoints',
     'replay': 'computing steps again',

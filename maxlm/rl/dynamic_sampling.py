@@ -91,7 +91,8 @@ def _replaced(
         begins = list(rollout.responses.environment.prompts)
         for row, other_row in zip(old_N, new_N, strict=True):
             begins[row] = other.responses.environment.prompts[other_row]
-        environment = EnvironmentUse(tuple(begins), scores)
+        failed_N = replace(rollout.responses.environment.failed_B, other.responses.environment.failed_B)
+        environment = EnvironmentUse(tuple(begins), failed_N, scores)
     responses = Responses(
         **{
             **jax.tree.map(replace, arrays, others),

@@ -18,7 +18,7 @@ from maxlm.rl.environments.protocol import Environment
 from maxlm.rl.generation.environment_sampler import open_environments
 from maxlm.rl.generation.tool_environment import open_tools
 from maxlm.rl.reward_model import open_reward_model
-from maxlm.rl.rewards.open_functions import open_functions, open_reward_process
+from maxlm.rl.rewards.open_functions import open_functions, open_reward_processes
 from maxlm.rl.rewards.prompts import Prompts, load_encoder, read_prompts
 from maxlm.rl.rewards.scorer import RewardScorer, check_tasks
 from maxlm.rl.rollouts import RolloutBatches
@@ -38,7 +38,7 @@ def open_rollouts(config: Config, stack: contextlib.ExitStack) -> tuple[RolloutB
     grpo = config.grpo
     eval_reward, reward_model = grpo.eval_reward or grpo.reward, open_reward_model(grpo, encoder)
     functions = open_functions(grpo, stack)
-    reward_functions = open_reward_process(grpo, stack) or functions
+    reward_functions = open_reward_processes(grpo, stack) or functions
     tools, environments = open_tools(grpo, encoder, functions), open_environments(grpo, encoder)
 
     def read(path: str, reward: str, split: str) -> Prompts:

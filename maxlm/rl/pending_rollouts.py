@@ -12,17 +12,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from maxlm.rl.rewards.scorer import Scores
-from maxlm.rl.rollout_batch import gather_scores
 from maxlm.rl.rollout_state import Rollout, from_arrays, to_arrays
 
-# Scores the responses in `scored_rows`.
-Job = Callable[[], Scores]
+
+class ScoringJob(NamedTuple):
+    """Computes the scores of a rollout.
+
+    Attributes:
+        run: does the part of this process, in a thread.
+        collect: returns the scores of all responses, given a function that waits for the result of `run`. All processes
+            call it at the same point.
+    """
+
+    run: Callable[[], Any]
+    collect: Callable[[Callable[[], Any]], Scores]
 
 
 @dataclasses.dataclass
@@ -30,9 +40,25 @@ class _Pending:
     """A rollout, the job that scores it, if it has begun, and the scores of all responses, if they are known."""
 
     rollout: Rollout
-    job: Callable[[], tuple[Scores, float]] | None = None
-    future: Future[tuple[Scores, float]] | None = None
+    job: ScoringJob | None = None
+    future: Future[Any] | None = None
     scores: Scores | None = None
+    seconds: float = 0.0
+
+    def run(self) -> Any:
+        assert self.job is not None
+        began = time.perf_counter()
+        try:
+            return self.job.run()
+        finally:
+            self.seconds = time.perf_counter() - began
+
+    def collect(self) -> Scores:
+        """Returns the scores, and waits for the job if they are not known."""
+        if self.scores is None:
+            assert self.job is not None
+            self.scores = self.job.collect(self.run if self.future is None else self.future.result)
+        return self.scores
 
 
 class PendingRollouts:
@@ -68,20 +94,16 @@ class PendingRollouts:
         return [entry.rollout.number for entry in self._queue]
 
     def add(self, rollout: Rollout) -> None:
-        """Adds a rollout in the order of the numbers."""
-        self._queue = deque(sorted((*self._queue, _Pending(rollout)), key=lambda entry: entry.rollout.number))
+        """Adds a rollout in the order of the numbers, or replaces the one with the same number."""
+        others = [entry for entry in self._queue if entry.rollout.number != rollout.number]
+        self._queue = deque(sorted([*others, _Pending(rollout)], key=lambda entry: entry.rollout.number))
 
-    def score(self, number: int, job: Job) -> None:
+    def score(self, number: int, job: ScoringJob) -> None:
         """Lets `job` score the responses of a rollout."""
         entry = next(entry for entry in self._queue if entry.rollout.number == number)
-
-        def timed() -> tuple[Scores, float]:
-            began = time.perf_counter()
-            return job(), time.perf_counter() - began
-
-        entry.job = timed
+        entry.job = job
         if self._executor is not None:
-            entry.future = self._executor.submit(timed)
+            entry.future = self._executor.submit(entry.run)
 
     def first(self) -> tuple[Rollout, Scores, float]:
         """Waits for the scores of the first rollout. It stays in the queue, also if its job raises an exception.
@@ -91,36 +113,24 @@ class PendingRollouts:
             scores.
         """
         entry = self._queue[0]
-        seconds = 0.0
-        if entry.future is not None:
-            mine, seconds = entry.future.result()
-        elif entry.job is not None:
-            mine, seconds = entry.job()
-        if entry.scores is None:
-            entry.scores = gather_scores(mine, len(entry.rollout.responses.num_B))
-        return entry.rollout, entry.scores, seconds
+        scores = entry.collect()
+        return entry.rollout, scores, entry.seconds
 
     def remove_first(self) -> None:
         """Removes the first rollout."""
         self._queue.popleft()
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Returns the rollouts for a checkpoint, with the scores that are known by now in all processes.
-
-        Conversations with environments are not in it. They are generated again by the same parameters, because
-        `grpo.max_staleness` is 0 with environments.
-        """
-        queue = [entry for entry in self._queue if entry.rollout.responses.environment is None]
-        jobs = [entry.future for entry in queue]
+        """Returns the rollouts for a checkpoint, with the scores that are known by now in all processes."""
+        jobs = [entry.future for entry in self._queue]
         done = np.array([job is not None and job.done() and job.exception() is None for job in jobs], bool)
         if jax.process_count() > 1 and jobs:
             in_all = np.asarray(multihost_utils.process_allgather(done)).reshape(-1, len(jobs))
             done = np.asarray(in_all.all(axis=0))
-        for entry, is_done in zip(queue, done, strict=True):
-            if is_done and entry.scores is None:
-                assert entry.future is not None
-                entry.scores = gather_scores(entry.future.result()[0], len(entry.rollout.responses.num_B))
-        return to_arrays([(entry.rollout, entry.scores) for entry in queue])
+        for entry, is_done in zip(self._queue, done, strict=True):
+            if is_done:
+                entry.collect()
+        return to_arrays([(entry.rollout, entry.scores) for entry in self._queue])
 
     def load_arrays(self, arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> None:
         """Replaces the rollouts by those of `to_arrays`; `names` are the rewards of the sum."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.rl.dynamic_sampling import ScoredRollout
 from maxlm.rl.generation.environment_sampler import environment_metrics
-from maxlm.rl.generation.responses import Responses
 from maxlm.rl.generation.tool_sampler import tool_metrics
 from maxlm.rl.rewards.scorer import Scores
 from maxlm.rl.rollout_state import Rollout
@@ -20,24 +20,26 @@ class Seconds(NamedTuple):
         generating: generation of the responses, without the waits for tools.
         scoring: computation of their rewards.
         waiting_for_rewards: time before its first step for which the devices waited for these.
-        waiting_for_tools: time since the previous rollout for which the devices waited for tools.
+        waiting_for_tools: time since the previous rollout for which the devices waited for tools or environments.
+        environments: time of the calls of environments in the background that ended in the same time.
     """
 
     generating: float
     scoring: float
     waiting_for_rewards: float
     waiting_for_tools: float
+    environments: float = 0.0
 
 
 def rollout_metrics(
-    rollout: Rollout, scores: Scores, config: GrpoConfig, seconds: Seconds, *, step: int, trained: Responses
+    rollout: Rollout, scores: Scores, config: GrpoConfig, seconds: Seconds, *, step: int, trained: ScoredRollout
 ) -> dict[str, float]:
     """Returns the metrics of a rollout before its first step, `step`.
 
-    Dynamic sampling replaces some of its responses; `trained` are those of the batch. Rewards and tokens per second are
+    Dynamic sampling replaces some of its responses; `trained` has those of the batch. Rewards and tokens per second are
     those of the rollout, and the other metrics those of `trained`.
     """
-    responses = trained
+    responses = trained.responses
     metrics = {
         **scores.metrics(config),
         'rollout/mean_length': float(responses.num_B.mean()),
@@ -51,12 +53,15 @@ def rollout_metrics(
     }
     if responses.tools is not None:
         metrics |= {**tool_metrics(responses), 'rollout/tool_wait_seconds': seconds.waiting_for_tools}
-    metrics |= environment_metrics(responses)
+    metrics |= environment_metrics(responses, trained.scores)
     if config.max_staleness:
         metrics |= {
             'rollout/hidden_reward_seconds': max(0.0, seconds.scoring - seconds.waiting_for_rewards),
             'rollout/staleness': float(step - 1 - rollout.step),
         }
+        if responses.environment is not None:
+            hidden = max(0.0, seconds.environments - seconds.waiting_for_tools)
+            metrics['rollout/hidden_tool_seconds'] = hidden
     return metrics
 
 

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from maxlm.config.schema import Config
@@ -35,22 +34,24 @@ from maxlm.evaluation.samples import Sample
 from maxlm.evaluation.validation import Evaluation
 from maxlm.parallel.layout import Layout
 from maxlm.rl.dynamic_sampling import ScoredRollout, fill_groups
+from maxlm.rl.generation.conversation_rollout import ConversationRollout
 from maxlm.rl.generation.environment_sampler import Environments, EnvironmentSampler, seeded_examples
-from maxlm.rl.generation.responses import Responses
 from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.generation.timed_environment import Stopwatch, TimedEnvironment
 from maxlm.rl.generation.tool_environment import ToolEnvironment
 from maxlm.rl.generation.tool_sampler import ToolSampler
+from maxlm.rl.generation.turns import TurnSampler
+from maxlm.rl.ongoing_conversations import OngoingConversations
 from maxlm.rl.pending_rollouts import PendingRollouts
+from maxlm.rl.response_scorer import ResponseScorer
 from maxlm.rl.reward_model import RewardModel
 from maxlm.rl.rewards.prompts import Prompts
-from maxlm.rl.rewards.rewards import MODEL_SCORE, Task, UserRewardError, parse_reward
-from maxlm.rl.rewards.scorer import RewardScorer, Scores, accuracy, mean_pass_at_k
-from maxlm.rl.rollout_batch import gather_scores, make_passes, response_rows, scored_rows, step_rows, with_advantages
+from maxlm.rl.rewards.rewards import MODEL_SCORE, parse_reward
+from maxlm.rl.rewards.scorer import RewardScorer, accuracy, mean_pass_at_k
+from maxlm.rl.rollout_batch import make_passes, response_rows, step_rows, with_advantages
 from maxlm.rl.rollout_fingerprint import rollout_fingerprint
 from maxlm.rl.rollout_metrics import Seconds, rollout_metrics, rollout_text
 from maxlm.rl.rollout_state import Rollout
-from maxlm.rl.token_rewards import TokenRewards, token_rewards
 from maxlm.trainer.batch_source import BatchSource, SourceUpdate
 from maxlm.training.decisions.run_control import RunControl
 from maxlm.training.state import Params, TrainState, evaluated_params
@@ -91,9 +92,10 @@ class RolloutBatches(BatchSource):
         """
         self._config, self._grpo = config, config.grpo
         self._prompts, self._eval_prompts = prompts, eval_prompts
-        self._scorer, self._reward_model = scorer, reward_model
+        self._reward_model = reward_model
         self.tokenizer_path = tokenizer_path
         self.tokenizer = Tokenizer.load(tokenizer_path)
+        self._scorer = ResponseScorer(scorer, self.tokenizer, self._grpo, reward_model)
         self._ends, self._tools, self._environments = tuple(ends), tools, environments
         self.windows_per_epoch: int | None = (
             prompts.num_prompts * self._grpo.num_generations * self._grpo.num_iterations
@@ -103,12 +105,15 @@ class RolloutBatches(BatchSource):
         self._sampler: Sampler | ToolSampler | EnvironmentSampler | None = None
         self._passes: Callable[[TrainState, Batch], Batch] | None = None
         self._pending = PendingRollouts(in_background=self._grpo.max_staleness > 0)
-        self._waits = Stopwatch()
+        self._waits, self._environment_work = Stopwatch(), Stopwatch()
+        self._ongoing: OngoingConversations | None = None
         self._samples: list[Sample] = []
 
     def close(self) -> None:
         """Computes no more rewards, and does not wait for those of the current rollout."""
         self._pending.close()
+        if self._ongoing is not None:
+            self._ongoing.close()
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """See `BatchSource`."""
@@ -141,13 +146,17 @@ class RolloutBatches(BatchSource):
         if self._reward_model is not None:
             self._reward_model.open(config, layout)
         self._passes = make_passes(config, layout)
-        if self._environments is not None:
-            self._sampler = EnvironmentSampler(
-                self._sampler, self._environments, config, layout, ends=self._ends, stopwatch=self._waits
-            )
-        elif self._tools is not None:
-            self._sampler = ToolSampler(
-                self._sampler, TimedEnvironment(self._tools, self._waits), config, layout, ends=self._ends
+        if self._environments is None and self._tools is None:
+            return
+        turns = TurnSampler(self._sampler, config, layout, ends=self._ends)
+        if self._tools is not None:
+            self._sampler = ToolSampler(turns, TimedEnvironment(self._tools, self._waits))
+        if self._environments is None:
+            return
+        self._sampler = EnvironmentSampler(turns, self._environments, config, stopwatch=self._waits)
+        if ahead := self._grpo.max_staleness:
+            self._ongoing = OngoingConversations(
+                self._pending, self._begin, ahead=ahead, waits=self._waits, work=self._environment_work
             )
 
     @contextlib.contextmanager
@@ -193,7 +202,7 @@ class RolloutBatches(BatchSource):
         config, grpo, updates = self._config, self._grpo, self._config.steps_per_rollout
         _, layout = self._made
         number, done = divmod(step - 1, updates)
-        tool_seconds = self._waits.seconds
+        tool_seconds, work_seconds = self._waits.seconds, self._environment_work.seconds
         self._generate_ahead(number, step - 1, state.params)
         waited = time.perf_counter()
         rollout, scores, reward_seconds = self._pending.first()
@@ -206,7 +215,7 @@ class RolloutBatches(BatchSource):
             grpo,
         )
         each, responses, rewards_N = found.prompts, found.responses, found.scores.rewards
-        ids = self._prompt_ids(self._prompts, each, responses)
+        ids = self._scorer.prompt_ids(self._prompts, each, responses)
         batch = response_rows(config, ids, responses)
         if self._passes is not None:
             batch |= self._passes(state, batch)
@@ -217,20 +226,25 @@ class RolloutBatches(BatchSource):
             self._batches.append({name: values[order[local]] for name, values in batch.items()})
         tool_seconds, waited = self._waits.seconds - tool_seconds, waited + more_scoring.seconds
         seconds = Seconds(
-            rollout.seconds + more_generation.seconds, reward_seconds + more_scoring.seconds, waited, tool_seconds
+            generating=rollout.seconds + more_generation.seconds,
+            scoring=reward_seconds + more_scoring.seconds,
+            waiting_for_rewards=waited,
+            waiting_for_tools=tool_seconds,
+            environments=self._environment_work.seconds - work_seconds,
         )
         metrics = {
-            **rollout_metrics(rollout, scores, grpo, seconds, step=step, trained=responses),
+            **rollout_metrics(rollout, scores, grpo, seconds, step=step, trained=found),
             **of_sampling,
             **of_advantages,
             'rollout/epoch': (number + 1) * grpo.prompts_per_rollout / self._prompts.num_prompts,
         }
-        shown = self._texts(responses._replace(tools=None))
+        shown = self._scorer.texts(responses._replace(tools=None))
         samples = [
             Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
             for row in range(SHOWN)
         ]
-        return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waited=waited + tool_seconds)
+        waits = {'reward_wait': waited, 'tool_wait': tool_seconds}
+        return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waits)
 
     def evaluate(self, state: TrainState) -> Evaluation:
         """Evaluates the greedy response to each prompt, and sampled responses if the config requests them."""
@@ -239,13 +253,13 @@ class RolloutBatches(BatchSource):
         config, grpo, params = self._config, self._grpo, evaluated_params(state)
         prompts, num = self._eval_prompts, self._eval_prompts.num_prompts
         num = min(grpo.eval_num_prompts or num, num)
-        starts, tasks = self._inputs(prompts, range(num), first=None), prompts.tasks[:num]
+        starts = self._inputs(prompts, range(num), first=None)
         reward, rows = grpo.eval_reward or grpo.reward, config.train.global_batch_size
         likeliest = sampler(params, starts, seed=config.train.seed, temperature=0.0, rows_per_run=rows)
-        texts = self._texts(likeliest)
-        ids = self._prompt_ids(prompts, range(num), likeliest)
-        by_tokens = self._token_rewards(ids, likeliest, reward)
-        scores = self._all_scores(prompts, texts, tasks, reward, by_tokens, likeliest)
+        texts = self._scorer.texts(likeliest)
+        ids = self._scorer.prompt_ids(prompts, range(num), likeliest)
+        by_tokens = self._scorer.token_rewards(ids, likeliest, reward)
+        scores = self._scorer.scores(prompts, range(num), likeliest, reward, by_tokens)
         by_model = MODEL_SCORE in by_tokens
         rewards_N, has_mean = scores.rewards, by_model or self._environments is not None
         parts = {'reward': float(rewards_N[scores.used].mean())} if has_mean else {}
@@ -257,14 +271,14 @@ class RolloutBatches(BatchSource):
             drawn = sampler(
                 params, starts, seed=config.train.seed ^ 1, num_samples=samples, rows_per_run=max(rows, samples)
             )
-            each = [task for task in tasks for _ in range(samples)]
-            by_tokens = self._token_rewards((), drawn, reward)
-            drawn_N = self._all_scores(prompts, self._texts(drawn), each, reward, by_tokens, drawn).rewards
+            each = [index for index in range(num) for _ in range(samples)]
+            by_tokens = self._scorer.token_rewards((), drawn, reward)
+            drawn_N = self._scorer.scores(prompts, each, drawn, reward, by_tokens).rewards
             parts['pass_at_1'] = accuracy(drawn_N)
             parts['pass_at_k'] = mean_pass_at_k(drawn_N.reshape(-1, samples), samples)
             tokens += drawn.drawn
         if self._environments is not None:
-            texts = self._texts(likeliest._replace(tools=None))
+            texts = self._scorer.texts(likeliest._replace(tools=None))
         if has_mean:
             texts = [f'{text} (reward {value:.2f})' for text, value in zip(texts, rewards_N, strict=True)]
         self._samples = [
@@ -301,19 +315,26 @@ class RolloutBatches(BatchSource):
         rollout = self._generate(number, step, params, attempt)
         generation.seconds += rollout.seconds
         each = self._rows(number, attempt)
-        job = self._scoring(each, rollout.responses)
+        job = self._scorer.job(self._prompts, each, rollout.responses)
         with scoring.running():
-            scores = job()
-        return ScoredRollout(each, rollout.responses, gather_scores(scores, len(each)))
+            scores = job.run()
+        return ScoredRollout(each, rollout.responses, job.collect(lambda: scores))
 
     def _generate_ahead(self, number: int, step: int, params: Params) -> None:
         """Generates the missing rollouts up to `number` + max_staleness, and lets all pending ones be scored."""
         updates, ahead = self._config.steps_per_rollout, self._grpo.max_staleness
         # The last rollout that is trained on; a longer run generates the later ones when it continues.
-        last = min(number + ahead, (self._config.train.num_steps - 1) // updates)
-        numbers = range(number, last + 1)
+        last = (self._config.train.num_steps - 1) // updates
+        numbers = range(number, min(number + ahead, last) + 1)
+        # Without `max_staleness`, no conversations continue.
+        lost = [one.number for one in self._pending.unscored if one.responses.environment is not None and not ahead]
         # The checkpoint may be that of a run with a higher limit, or of one that ended within a rollout.
-        self._pending.keep(numbers, lambda rollout: rollout.number * updates - rollout.step <= ahead * updates)
+        self._pending.keep(
+            {*numbers}.difference(lost), lambda rollout: rollout.number * updates - rollout.step <= ahead * updates
+        )
+        if self._ongoing is not None:
+            self._ongoing.generate(number, last, step, params)
+            return
         for restored in self._pending.unscored:
             self._start_scoring(restored)
         for missing in sorted({*numbers} - {*self._pending.numbers}):
@@ -325,32 +346,37 @@ class RolloutBatches(BatchSource):
         """Generates the responses of a rollout with the parameters after `step` updates."""
         sampler, _ = self._made
         began, waited = time.perf_counter(), self._waits.seconds
-        responses = sampler(
-            params,
-            self._inputs(
-                self._prompts,
-                self._indices(number, attempt),
-                first=number * self._grpo.prompts_per_rollout,
-                attempt=attempt,
-            ),
-            # The lowest bit distinguishes evaluations.
-            seed=self._config.train.seed ^ (attempt << 1),
-            first_row=number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
-            num_samples=self._grpo.num_generations,
-        )
+        responses = sampler(params, self._starts(number, attempt), **self._sampling(number, attempt))
         return Rollout(number, step, responses, time.perf_counter() - began - (self._waits.seconds - waited))
+
+    def _begin(self, number: int, restored: Rollout | None) -> ConversationRollout:
+        """Begins or continues the conversations of a rollout."""
+        sampler, _ = self._made
+        assert isinstance(sampler, EnvironmentSampler)
+        return sampler.begin(
+            self._starts(number),
+            recorded=restored.responses if restored else None,
+            is_complete=restored is not None and restored.is_complete,
+            **self._sampling(number),
+        )
+
+    def _starts(self, number: int, attempt: int = 0) -> Any:
+        first = number * self._grpo.prompts_per_rollout
+        return self._inputs(self._prompts, self._indices(number, attempt), first=first, attempt=attempt)
+
+    def _sampling(self, number: int, attempt: int = 0) -> dict[str, Any]:
+        """Returns the arguments of the sampler for a rollout."""
+        return {
+            # The lowest bit distinguishes evaluations.
+            'seed': self._config.train.seed ^ (attempt << 1),
+            'first_row': number * self._grpo.prompts_per_rollout * self._grpo.num_generations,
+            'num_samples': self._grpo.num_generations,
+        }
 
     def _start_scoring(self, rollout: Rollout) -> None:
         """Lets the rewards be computed."""
-        self._pending.score(rollout.number, self._scoring(self._rows(rollout.number), rollout.responses))
-
-    def _scoring(self, each: Sequence[int], responses: Responses) -> Callable[[], Scores]:
-        """Returns a function that scores responses in `scored_rows`. Its rewards by tokens are computed before."""
-        reward, prompts = self._grpo.reward, self._prompts
-        texts, tasks = self._texts(responses), [prompts.tasks[index] for index in each]
-        # In the main thread, because all processes must run the programs of the devices in the same order.
-        by_tokens = self._token_rewards(self._prompt_ids(prompts, each, responses), responses, reward)
-        return lambda: self._scores(prompts, texts, tasks, reward, by_tokens, responses)
+        job = self._scorer.job(self._prompts, self._rows(rollout.number), rollout.responses)
+        self._pending.score(rollout.number, job)
 
     def _inputs(self, prompts: Prompts, indices: Sequence[int], *, first: int | None, attempt: int = 0) -> Any:
         """Returns the inputs of the sampler; `first` is the position of the first one in training, None = eval."""
@@ -358,41 +384,3 @@ class RolloutBatches(BatchSource):
             return [prompts.ids[index].tolist() for index in indices]
         tasks, seed = [prompts.tasks[index] for index in indices], self._config.data.seed ^ attempt
         return seeded_examples(tasks, seed=seed, first=first or 0, is_evaluation=first is None)
-
-    def _prompt_ids(self, prompts: Prompts, indices: Sequence[int], responses: Responses) -> Sequence[np.ndarray]:
-        if responses.environment is not None:
-            return responses.environment.prompts
-        return [prompts.ids[index] for index in indices]
-
-    def _texts(self, responses: Responses) -> list[str]:
-        lengths = responses.num_B - responses.ended_B
-        return [
-            self.tokenizer.decode(row[start:length].tolist())
-            for row, start, length in zip(responses.tokens_BR, responses.last_turns, lengths, strict=True)
-        ]
-
-    def _token_rewards(self, prompts: Sequence[np.ndarray], responses: Responses, reward: str) -> TokenRewards:
-        return token_rewards(reward, prompts, responses, grpo=self._grpo, reward_model=self._reward_model)
-
-    def _scores(
-        self,
-        prompts: Prompts,
-        texts: Sequence[str],
-        tasks: Sequence[Task],
-        reward: str,
-        by_tokens: TokenRewards,
-        responses: Responses,
-    ) -> Scores:
-        """Scores the responses in `scored_rows`. InputError if a reward of the user fails; it names the prompt."""
-        mine = scored_rows(len(texts))
-        if responses.environment is not None:
-            return jax.tree.map(lambda values: values[mine], responses.environment.scores)
-        mine_by_tokens = {name: values[mine] for name, values in by_tokens.items()}
-        try:
-            return self._scorer.score(texts[mine], tasks[mine], reward=reward, by_tokens=mine_by_tokens)
-        except UserRewardError as error:
-            raise InputError(f'{prompts.location_of(error.task)}: {error}') from error
-
-    def _all_scores(self, prompts: Prompts, texts: Sequence[str], *arguments: Any) -> Scores:
-        """Returns the scores of all responses, see `_scores`."""
-        return gather_scores(self._scores(prompts, texts, *arguments), len(texts))

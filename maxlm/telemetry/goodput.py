@@ -25,6 +25,7 @@ ACTIVITIES = (
     'step',
     'rollout',
     'reward_wait',
+    'tool_wait',
     'data_wait',
     'evaluation',
     'checkpoint',
@@ -32,7 +33,7 @@ ACTIVITIES = (
     'other',
 )
 # Categories that are missing in lines of older versions.
-ADDED_LATER = ('rollout', 'reward_wait', 'replay')
+ADDED_LATER = ('rollout', 'reward_wait', 'tool_wait', 'replay')
 # Categories that advance the training.
 PRODUCTIVE = ('step', 'rollout')
 # `lost`: repeated steps. `idle`: time between two attempts.
@@ -40,7 +41,7 @@ CATEGORIES = (*ACTIVITIES, 'lost', 'idle')
 # A longer time between two attempts is an error of a clock, such as one that began in 1970.
 _MAX_IDLE_SECONDS = 366 * 24 * 3600.0
 # Categories whose time is lost with a step.
-STEP_CATEGORIES = ('step', 'rollout', 'reward_wait', 'data_wait', 'evaluation', 'replay')
+STEP_CATEGORIES = ('step', 'rollout', 'reward_wait', 'tool_wait', 'data_wait', 'evaluation', 'replay')
 # Reasons of lines that `compact` keeps in addition to the last line of each attempt.
 _PERMANENT = ('saved', 'rollback')
 

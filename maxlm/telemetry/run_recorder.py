@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,12 +33,12 @@ from maxlm.storage.jsonl import JsonlWriter, read_lines, truncation_note
 from maxlm.telemetry import events
 from maxlm.telemetry.cost import HOUR, cost_metrics
 from maxlm.telemetry.events import Events
-from maxlm.telemetry.goodput import attempts_of, compact, idle_seconds
+from maxlm.telemetry.goodput import PRODUCTIVE, STEP_CATEGORIES, attempts_of, compact, idle_seconds
 from maxlm.telemetry.timeline import Timeline
 from maxlm.workdir.files import EVENTS_FILE, goodput_name
 
 # Categories of the training loop; their sum over steps is the time per step.
-_LOOP_CATEGORIES = ('step', 'rollout', 'reward_wait', 'data_wait', 'evaluation', 'checkpoint', 'replay')
+_LOOP_CATEGORIES = (*STEP_CATEGORIES, 'checkpoint')
 # Number of heartbeat lines after which the file is compacted.
 _MAX_HEARTBEATS = 1000
 _CLOSE_SECONDS = 5.0
@@ -147,7 +147,7 @@ class RunRecorder:
         self._position = position
         now = self._line('beat')
         so_far = attempts_of([*self._lines, now])
-        self._productive_seconds = sum(attempt.seconds['step'] for attempt in so_far) - now['seconds']['step']
+        self._productive_seconds = _productive([attempt.seconds for attempt in so_far]) - _productive([now['seconds']])
         self._segment_step, self._segment_seconds = step, self._loop_seconds(now['seconds'])
 
     def record_save(self) -> None:
@@ -173,7 +173,7 @@ class RunRecorder:
                 dollars_per_hour=self._dollars_per_hour or 0.0,
                 seconds_left=seconds_left,
             ),
-            'goodput/fraction': (self._productive_seconds + seconds['step'])
+            'goodput/fraction': (self._productive_seconds + _productive([seconds]))
             / (self.previous_seconds + self._idle_seconds + elapsed),
         }
 
@@ -298,6 +298,10 @@ def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[d
     if truncated:
         logger.info(truncation_note(path.name))
     return lines
+
+
+def _productive(seconds: Iterable[Mapping[str, float]]) -> float:
+    return sum(each.get(category, 0.0) for each in seconds for category in PRODUCTIVE)
 
 
 def _last_attempt(lines: list[dict[str, Any]]) -> int:

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -104,13 +105,13 @@ class SourceUpdate(NamedTuple):
         metrics: metrics to write.
         text: line to log.
         samples: samples to log.
-        waited: seconds of the work during which the device waited for rewards or tools.
+        waits: seconds of the work during which the device waited, by category of the time (`reward_wait`, `tool_wait`).
     """
 
     metrics: dict[str, float]
     text: str
     samples: list[Sample]
-    waited: float = 0.0
+    waits: Mapping[str, float] = MappingProxyType({})
 
 
 class BatchSource(Protocol):

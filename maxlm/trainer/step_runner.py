@@ -190,7 +190,8 @@ class StepRunner:
         trained, self._trained = self._trained, self._timeline.read()['step']
         with self._throughput.paused('rollout'), self._timeline.phase('rollout'), self._watchdog.phase():
             written = self._source.prepare(step, state)
-        self._timeline.move(written.waited, 'rollout', 'reward_wait')
+        for category, seconds in written.waits.items():
+            self._timeline.move(seconds, 'rollout', category)
         metrics = {**written.metrics, 'rollout/train_seconds': self._trained - trained}
         self._metric_logger.wrote(step, metrics, written.text)
         self._metric_logger.sampled(step, written.samples)

@@ -151,6 +151,7 @@ def log_end(
     metric_logger: MetricLogger,
     throughput: Throughput,
     spent: dict[str, float],
+    by_category: Mapping[str, float],
     seconds: float,
 ) -> None:
     """Logs the results of a finished run.
@@ -160,6 +161,7 @@ def log_end(
         why: reason why the run is finished.
         source, metric_logger, throughput: components of the run.
         spent: result of `RunRecorder.metrics`.
+        by_category: seconds of this process by category, see `Timeline.read`.
         seconds: duration of this process.
     """
     logger.info(f'run finished: {why}')
@@ -178,6 +180,12 @@ def log_end(
         f'done: {step} steps in {format_duration(seconds)}, {format_si(tokens)} tokens{of_data}, '
         f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
+    if by_category['rollout']:
+        uses = {'training': 'step', 'generating': 'rollout', 'waiting for rewards': 'reward_wait'}
+        uses |= {'waiting for tools or environments': 'tool_wait'}
+        total = sum(by_category[category] for category in uses.values())
+        parts = [f'{use} {by_category[category] / total:.0%}' for use, category in uses.items()]
+        logger.info(f'time of steps and rollouts: {", ".join(parts)}')
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(
         f'all attempts of the run: {format_duration(spent["cost/hours"] * HOUR)}{dollars}; goodput '

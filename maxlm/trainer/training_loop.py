@@ -239,6 +239,7 @@ class TrainingLoop:
             metric_logger=self._metric_logger,
             throughput=self._throughput,
             spent=self._recorder.metrics(segment.step, num_steps),
+            by_category=self._timeline.read(),
             seconds=time.monotonic() - self._timeline.origin,
         )
         return EXIT_DONE

@@ -43,7 +43,7 @@ def test_accelerator_time_is_split_by_use(run_of):
     assert totals['idle'] == 60
     for use, categories in USES.items():
         seconds = sum(totals[category] for category in categories)
-        if use in ('computing steps again', 'waiting for rewards or tools'):
+        if use in ('computing steps again', 'waiting for rewards', 'waiting for tools or environments'):
             # Uses without time are omitted.
             assert seconds == 0
             assert use not in rows

@@ -90,7 +90,7 @@ def test_conversations_keep_their_prompts_and_scores():
         rows = found.responses.tokens_BR[:, 0]
         scores = Scores(found.scores.rewards, {name: rows.astype(np.float32)}, np.zeros(4), rows % 2)
         prompts = tuple(np.full(row // 2 + 1, row, np.uint32) for row in rows)
-        use = EnvironmentUse(prompts, scores)
+        use = EnvironmentUse(prompts, np.zeros(len(prompts), bool), scores)
         return ScoredRollout(found.prompts, found.responses._replace(environment=use), scores)
 
     first, second = conversations(0, [1, 1, 0, 1], 'near'), conversations(1, [0, 1, 1, 1], 'far')

@@ -51,45 +51,73 @@ def calculate(expression: str) -> str:
     return str(eval(expression))
 '''
 
+# Its rewards are unscored at some saves, and some of its conversations fail.
+ENVIRONMENT = """
+import time
+
+class Echo:
+    def examples(self, split):
+        return [{'text': text} for text in 'abcdefgh']
+
+    def reset(self, example, seed):
+        self.seed = seed
+        return [{'role': 'user', 'content': f'{example["text"]} {seed % 100}'}]
+
+    async def step(self, messages):
+        if self.seed % 5 == 0 and len(messages) > 2:
+            raise ConnectionError('no network')
+        return [{'role': 'user', 'content': f'{len(messages[-1]["content"])}'}], 0.1, False
+
+    def score(self, trajectory):
+        time.sleep(0.1)
+        return {'turns': len(trajectory.rewards), f'seed{self.seed % 2}': len(trajectory.messages[-1]['content']) / 99}
+"""
+
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Returns a function (k, with tools) → words of `maxlm grpo` for a new run."""
+    """Returns a function (k, tools or environment) → words of `maxlm grpo` for a new run."""
     reward = write_module(tmp_path, monkeypatch, REWARD)
     tools = write_module(tmp_path, monkeypatch, TOOL, name='killed_tools')
+    environment = write_module(tmp_path, monkeypatch, ENVIRONMENT, name='killed_environment')
     monkeypatch.setattr(ToolEnvironment, '_calls', calls_in_each_turn)
 
-    def start(k, *, with_tools):
+    def start(k, kind):
         make_prompts(tmp_path)
         settings = {**SETTINGS, 'grpo__max_staleness': k, 'grpo__reward': f'{reward}:closeness'}
-        if with_tools:
+        if kind != 'plain':
             shutil.rmtree(tmp_path / 'sft')
             bytes_tokenizer().with_special_tokens(['<|im_start|>', '<|im_end|>']).save(tmp_path / 'tokenizer.json')
             (tmp_path / 'chat_template.jinja').write_text(CHATML)
             make_start(tmp_path / 'sft', tmp_path / 'tokenizer.json', model__max_positions=640)
             settings |= {
-                'grpo__tools': f"('{tools}:calculate',)",
-                'grpo__max_tool_calls': 1,
                 'grpo__max_completion_length': 200,
                 'data__seq_len': 640,
                 'model__vocab_size': 0,
                 'model__max_positions': 640,
             }
+        if kind == 'tools':
+            settings |= {'grpo__tools': f"('{tools}:calculate',)", 'grpo__max_tool_calls': 1}
+        if kind == 'environment':
+            settings |= {'grpo__environment': f'{environment}:Echo', 'grpo__max_turns': 3, 'grpo__reward': 'exact'}
+            settings |= {'grpo__prompts': '', 'grpo__eval_prompts': ''}
         return grpo_arguments(tmp_path, **settings)
 
     return start
 
 
 @pytest.mark.parametrize(
-    ('k', 'with_tools'),
+    ('k', 'kind'),
     [
-        (2, False),
-        *(pytest.param(k, False, marks=pytest.mark.nightly) for k in (0, 1, 4)),
-        *(pytest.param(k, True, marks=pytest.mark.nightly) for k in (0, 1, 2, 4)),
+        (2, 'plain'),
+        (2, 'environment'),
+        *(pytest.param(k, 'plain', marks=pytest.mark.nightly) for k in (0, 1, 4)),
+        *(pytest.param(k, 'tools', marks=pytest.mark.nightly) for k in (0, 1, 2, 4)),
+        *(pytest.param(k, 'environment', marks=pytest.mark.nightly) for k in (0, 1, 4)),
     ],
 )
-def test_a_killed_run_resumes_exactly(start, tmp_path, monkeypatch, k, with_tools):
-    words = start(k, with_tools=with_tools)
+def test_a_killed_run_resumes_exactly(start, tmp_path, monkeypatch, k, kind):
+    words = start(k, kind)
     whole, killed = ([*words, f'--workdir={tmp_path / name}'] for name in ('whole', 'killed'))
     assert exit_code(grpo.main, whole) == EXIT_DONE
     command = [sys.executable, '-m', 'tests.rl.killed_rollouts', '7', *killed]
@@ -109,7 +137,11 @@ def test_a_killed_run_resumes_exactly(start, tmp_path, monkeypatch, k, with_tool
     assert [row[:2] for row in np.array(arrays.get('numbers', [])).tolist()] == [
         [number, 2 * max(0, number - k)] for number in numbers
     ]
-    if with_tools:
+    if kind == 'environment':
+        lines = [line for line in curve(tmp_path / 'whole').values() if 'rollout/reward' in line]
+        assert sum(line['rollout/environment_failures'] for line in lines) > 0
+        assert max(line['rollout/turns'] for line in lines) > 1
+    if kind == 'tools':
         assert ('generated' in arrays) == (k > 0)
         assert all(
             line['rollout/tool_calls'] > 0 for line in curve(tmp_path / 'whole').values() if 'rollout/reward' in line
@@ -118,11 +150,12 @@ def test_a_killed_run_resumes_exactly(start, tmp_path, monkeypatch, k, with_tool
     assert same(params_of(tmp_path / 'killed', LAST), params_of(tmp_path / 'whole', LAST))
     # The ledger of the run has the waits of its rollouts.
     lines = [line for line in read_metrics(tmp_path / 'whole') if 'rollout/reward' in line]
-    names = ('rollout/reward_wait_seconds', 'rollout/tool_wait_seconds')
-    waits = [sum(line.get(name, 0.0) for name in names) for line in lines]
-    assert read_goodput(tmp_path / 'whole').totals['reward_wait'] == pytest.approx(sum(waits), abs=0.05)
+    totals = read_goodput(tmp_path / 'whole').totals
+    for name in ('reward_wait', 'tool_wait'):
+        waits = [line.get(f'rollout/{name}_seconds', 0.0) for line in lines]
+        assert totals[name] == pytest.approx(sum(waits), abs=0.05)
     assert all(line['rollout/train_seconds'] > 0 for line in lines[1:])
-    if k == 0:
+    if k == 0 and kind != 'environment':
         assert min(line['rollout/reward_wait_seconds'] for line in lines) > 0.05
     # Negative control: training changes the parameters.
     assert not same(params_of(tmp_path / 'whole', 4), params_of(tmp_path / 'whole', LAST))

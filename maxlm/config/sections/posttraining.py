@@ -75,6 +75,9 @@ class GrpoConfig:
     # environment variables or other files, and with limits on time and memory. A reward that fails during training is
     # 0.
     sandbox_functions: bool = False
+    # Number of processes that compute the rewards of the user in grpo.reward and grpo.eval_reward at the same time; 0 =
+    # one with max_staleness above 0, otherwise the training process.
+    reward_processes: Annotated[int, Range(0, 1000)] = 0
     # Number of responses sampled per prompt from the unmodified model distribution (a group; G in the paper). Only
     # advantage_estimator=gae works with 1.
     num_generations: Annotated[int, Range(1, 10**5), Renamed('samples')] = 16

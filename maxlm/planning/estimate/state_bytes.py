@@ -80,14 +80,17 @@ def checkpoint_bytes(config: Config) -> int:
 def pending_bytes(config: Config) -> int:
     """Returns the bytes of the pending rollouts of `grpo.max_staleness`, which each process has in its memory.
 
-    A token has an id and a log-probability, and with tools its origin. Their arrays have the columns of the longest
+    A token has an id and a log-probability, and with tools or environments its origin; the prompts of environments are
+    part of them. Their arrays have the columns of the longest
     response, here `grpo.max_completion_length`.
     """
     grpo = config.grpo
     if config.train.objective != 'grpo':
         return 0
     rows = grpo.max_staleness * grpo.prompts_per_rollout * grpo.num_generations
-    return rows * grpo.max_completion_length * (9 if grpo.tools else 8)
+    of_responses = rows * grpo.max_completion_length * (9 if grpo.tools or grpo.environment else 8)
+    of_prompts = rows * 4 * (config.data.seq_len - grpo.max_completion_length) if grpo.environment else 0
+    return of_responses + of_prompts
 
 
 def replay_bytes(config: Config) -> StateBytes:

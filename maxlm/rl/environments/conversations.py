@@ -70,7 +70,8 @@ class Conversations:
 
     def open(self) -> list[dict[str, Any]]:
         """Returns the first `messages` and the `tools` of each conversation, or its `failure`."""
-        for one, created in self._call('the constructor', self._all, lambda one: (self._create, ())):
+        running = [one for one in self._all if not one.failure]
+        for one, created in self._call('the constructor', running, lambda one: (self._create, ())):
             one.environment = created
         running = [one for one in self._all if not one.failure]
         for one, messages in self._call('reset', running, lambda one: (one.environment.reset, tuple(one.start))):
@@ -87,14 +88,14 @@ class Conversations:
             for one in self._all
         ]
 
-    def step(self, turns: Mapping[int, Message]) -> dict[int, list[Message] | None]:
+    def step(self, turns: Mapping[int, Message]) -> dict[int, list[Message] | str | None]:
         """Calls `step` after turns of the model.
 
         Args:
             turns: message of the model by index of the conversation.
 
         Returns:
-            The next messages of each conversation; None if it has ended or failed.
+            The next messages of each conversation; None if it has ended, and the reason if it has failed.
         """
         found = {index: self._all[index] for index in turns}
         for index, one in found.items():
@@ -109,7 +110,7 @@ class Conversations:
                 one.messages += messages
                 answers[id(one)] = messages
         return {
-            index: None if one.failure or one.is_done or len(one.rewards) >= self._max_turns else answers[id(one)]
+            index: one.failure or (None if one.is_done or len(one.rewards) >= self._max_turns else answers[id(one)])
             for index, one in found.items()
         }
 
@@ -140,7 +141,7 @@ class Conversations:
                 given = dict.fromkeys(values, 1.0) if weights is None else _scores(weights)
                 weighted = sum(given.get(name, 0.0) * value for name, value in values.items())
                 totals[id(one)] = _number(weighted + sum(one.rewards), 'has a sum of rewards')
-        self._end()
+        self.end()
         return [
             {'failure': one.failure}
             if one.failure
@@ -148,12 +149,14 @@ class Conversations:
             for one in self._all
         ]
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Closes all environments, also those of conversations that have not ended. A second call has no effect."""
         opened = [one for one in self._all if one.environment is not None]
         closers = [(one, close) for one in opened if callable(close := getattr(one.environment, 'close', None))]
         # The result does not matter: the conversation has ended.
         self._caller([EnvironmentCall(one.loop, close) for one, close in closers])
         for one in self._all:
+            one.environment = None
             one.loop.close()
 
     def _call(

@@ -31,11 +31,13 @@ class EnvironmentUse(NamedTuple):
 
     Attributes:
         prompts: token ids of the prompt of each row, uint32 [number of tokens].
-        scores: scores of the rows.
+        failed_B: True for the rows that failed before they were scored, bool.
+        scores: scores of the rows; None while they are unknown.
     """
 
     prompts: tuple[np.ndarray, ...]
-    scores: Scores
+    failed_B: np.ndarray
+    scores: Scores | None = None
 
 
 class Responses(NamedTuple):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from maxlm.config.sections.posttraining import GrpoConfig
+from maxlm.errors import InputError
 from maxlm.log import logger
-from maxlm.rl.rewards.reward_process import RewardProcess
+from maxlm.rl.rewards.reward_processes import RewardProcesses
 from maxlm.rl.rewards.rewards import parse_reward
 from maxlm.rl.rewards.tools import tool_function
 from maxlm.sandbox.functions import FunctionPool, UserFunction
@@ -29,17 +30,23 @@ def open_functions(grpo: GrpoConfig, stack: contextlib.ExitStack) -> FunctionPoo
     return functions
 
 
-def open_reward_process(grpo: GrpoConfig, stack: contextlib.ExitStack) -> RewardProcess | None:
-    """Returns the process of rewards that are computed in the background; None if they are not, or not outside of the
-    sandbox.
+def open_reward_processes(grpo: GrpoConfig, stack: contextlib.ExitStack) -> RewardProcesses | None:
+    """Returns the processes of rewards of the user; None if they run in this process or in the sandbox.
+
+    They run in processes of their own if these compute them in the background, or if `grpo.reward_processes` is set.
 
     Raises:
-        InputError: a reward cannot be parsed or imported.
+        InputError: a reward cannot be parsed or imported, or `grpo.reward_processes` has no effect.
     """
-    found = list(dict.fromkeys(_rewards(grpo)))
-    if not found or grpo.sandbox_functions or not grpo.max_staleness:
+    found, number = list(dict.fromkeys(_rewards(grpo))), grpo.reward_processes
+    if number and not found:
+        raise InputError(
+            f'grpo.reward_processes={number} has no effect with grpo.reward={grpo.reward!r}, which contains no '
+            'function of the user; remove the key'
+        )
+    if not found or grpo.sandbox_functions or not (number or grpo.max_staleness):
         return None
-    return stack.enter_context(RewardProcess(found))
+    return stack.enter_context(RewardProcesses(found, number or 1))
 
 
 def _rewards(grpo: GrpoConfig) -> list[UserFunction]:

@@ -24,6 +24,7 @@ from maxlm.sandbox.process.interpreter import REFUSED, REQUEST, RESULT, kill, re
 from maxlm.sandbox.program.function_call import FunctionResult, call_function
 
 _PARENT_INTERVAL_SECONDS = 1.0
+NOT_CALLED = FunctionResult(error='was not called')
 
 
 class RewardProcess:
@@ -74,7 +75,7 @@ class RewardProcess:
                 results.append(self._call(call))
                 if results[-1].error:
                     break
-        return results + [FunctionResult(error='was not called')] * (len(calls) - len(results))
+        return results + [NOT_CALLED] * (len(calls) - len(results))
 
     def _call(self, call: FunctionCall) -> FunctionResult:
         try:

@@ -39,13 +39,14 @@ from maxlm.log import logger
 from maxlm.rl.rewards.answer_parsing import choice_of, last_number, marked_answer, number_of, plain
 from maxlm.rl.rewards.code_task import extract_code, run_tasks
 from maxlm.rl.rewards.reward_process import RewardProcess
+from maxlm.rl.rewards.reward_processes import RewardProcesses
 from maxlm.sandbox.functions import FunctionCall, FunctionPool, UserFunction
 from maxlm.sandbox.pool import SandboxPool
 from maxlm.sandbox.program.function_call import FunctionResult, call_function
 
 Task = Mapping[str, Any]
 # Processes that compute rewards of the user.
-Functions = FunctionPool | RewardProcess
+Functions = FunctionPool | RewardProcess | RewardProcesses
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
@@ -211,7 +212,7 @@ def remote_reward(name: str, functions: Functions, *, is_check: bool) -> BatchRe
     With the sandbox, a response must not be able to stop a run, so a call that fails has no reward, and one warning
     counts these calls. With `is_check` and in the reward process, it raises UserRewardError instead.
     """
-    raises = is_check or isinstance(functions, RewardProcess)
+    raises = is_check or not isinstance(functions, FunctionPool)
 
     def reward(responses: Sequence[str], tasks: Sequence[Task], pool: SandboxPool | None) -> list[float | None]:
         calls = [FunctionCall(name, (response, dict(task))) for response, task in zip(responses, tasks, strict=True)]

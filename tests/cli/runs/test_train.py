@@ -87,6 +87,7 @@ CLOCKED = (
     'rollout/generate_seconds',
     'rollout/reward_wait_seconds',
     'rollout/tool_wait_seconds',
+    'rollout/hidden_tool_seconds',
     'rollout/train_seconds',
 )
 

@@ -21,9 +21,8 @@ from maxlm.rl.generation.environment_sampler import (
 )
 from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.generation.timed_environment import Stopwatch
-from maxlm.rl.pending_rollouts import PendingRollouts
+from maxlm.rl.generation.turns import TurnSampler
 from maxlm.rl.rollout_batch import response_rows, with_advantages
-from maxlm.rl.rollout_state import Rollout
 from maxlm.training.state import init_state
 from tests.cli.runs.test_train import curve, params_of, same
 from tests.rl.generation.two_processes import fake_processes
@@ -89,7 +88,8 @@ def sampled():
     # Several ends, so that a random model ends turns.
     ends = (CHAT.end_of_turn, *range(5))
     first = Sampler(config, layout, ends=ends, max_prompt=T - R, max_tokens=R)
-    sampler = EnvironmentSampler(first, Environments(Recorder, CHAT), config, layout, ends=ends, stopwatch=Stopwatch())
+    turns = TurnSampler(first, config, layout, ends=ends)
+    sampler = EnvironmentSampler(turns, Environments(Recorder, CHAT), config, stopwatch=Stopwatch())
     return config, layout, params, sampler
 
 
@@ -126,8 +126,9 @@ def test_tokens_are_those_of_the_model_and_of_the_template(sampled):
     assert several
     batch = response_rows(config, prompts, responses)
     assert batch['predicted'].sum() == responses.generated.sum() < responses.num_B.sum()
-    assert environment_metrics(responses)['rollout/environment_failures'] == 0
-    assert environment_metrics(responses)['rollout/turns'] > 1
+    metrics = environment_metrics(responses, responses.environment.scores)
+    assert metrics['rollout/environment_failures'] == 0
+    assert metrics['rollout/turns'] > 1
 
 
 def test_failed_conversations_are_excluded(sampled):
@@ -168,16 +169,6 @@ def test_groups_without_their_failed_responses(sampled):
         assert batch['advantages'][row, places] == pytest.approx(expected[row] if used[row] else 0)
         assert bool(batch['weights'][row].any()) == used[row]
     assert not with_advantages(config, rows, rewards, np.arange(4) == 1)[0]['weights'].any()
-
-
-def test_a_checkpoint_contains_no_conversations(sampled):
-    pending = PendingRollouts(in_background=False)
-    responses = draw(sampled, 'abc')
-    pending.add(Rollout(0, 0, responses, 1.0))
-    assert pending.to_arrays() == {}
-    # Negative control: answers to prompts are part of it.
-    pending.add(Rollout(1, 0, responses._replace(environment=None), 1.0))
-    assert pending.to_arrays()['numbers'][:, 0].tolist() == [1]
 
 
 @pytest.fixture(scope='module')
@@ -279,7 +270,6 @@ def test_a_value_head_learns_from_conversations(start, tmp_path, monkeypatch):
         ({'grpo__environment_args': '[1]'}, 'must be a JSON object'),
         ({'grpo__environment': ''}, 'grpo.environment_args=\'{"high": 7}\' has no effect'),
         ({'grpo__reward': 'length'}, "grpo.reward='length' has no effect with grpo.environment"),
-        ({'grpo__max_staleness': 1}, 'checkpoints do not contain conversations with environments'),
         ({'grpo__soft_punish_cache': 4}, 'grpo.soft_punish_cache=4 has no effect with grpo.environment'),
         ({'grpo__prompts': '/nowhere.jsonl'}, '/nowhere.jsonl'),
         ({'grpo__prompts_per_rollout': 80}, 'has only 64 prompts'),

@@ -7,6 +7,7 @@ import pytest
 from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.generation.tool_environment import Reply
 from maxlm.rl.generation.tool_sampler import ToolSampler, tool_metrics
+from maxlm.rl.generation.turns import TurnSampler
 from maxlm.rl.rollout_batch import response_rows, with_advantages
 from maxlm.training.forward import make_log_probs
 from maxlm.training.state import init_state
@@ -51,7 +52,7 @@ def sampled():
     params = init_state(config, layout).params
     first = Sampler(config, layout, ends=ENDS, max_prompt=T - R, max_tokens=R)
     environment = Calculator()
-    sampler = ToolSampler(first, environment, config, layout, ends=ENDS)
+    sampler = ToolSampler(TurnSampler(first, config, layout, ends=ENDS), environment)
     responses = sampler(params, PROMPTS, seed=0, first_row=8, num_samples=SAMPLES)
     return config, layout, params, sampler, responses, environment
 

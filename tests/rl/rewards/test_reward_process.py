@@ -1,5 +1,6 @@
 """Rewards of the user in a process of their own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
-from maxlm.rl.rewards.open_functions import open_reward_process
+from maxlm.rl.rewards.open_functions import open_reward_processes
 from maxlm.rl.rewards.reward_process import RewardProcess
+from maxlm.rl.rewards.reward_processes import RewardProcesses
 from maxlm.rl.rewards.rewards import UserRewardError, user_function
 from maxlm.rl.rewards.scorer import RewardScorer
 from maxlm.sandbox.functions import FunctionCall
@@ -129,4 +131,37 @@ def test_only_rewards_in_the_background_need_the_process(name):
         {'reward': 'exact', 'max_staleness': 1},
         {'reward': name, 'max_staleness': 1, 'sandbox_functions': True},
     ):
-        assert open_reward_process(GrpoConfig(**settings), None) is None
+        assert open_reward_processes(GrpoConfig(**settings), None) is None
+
+
+def test_several_processes_work_at_the_same_time(tmp_path, monkeypatch):
+    body = """
+import os, time
+
+def meet(response, prompt):
+    # Ends only if another process runs the other call.
+    open(f'met{response}', 'w').close()
+    while not os.path.exists('met0') or not os.path.exists('met1'):
+        time.sleep(0.01)
+    return float(response)
+
+def slow_first(response, prompt):
+    time.sleep(0.3 * (response == '0'))
+    return 1 / (response not in ('0', '1'))
+"""
+    module = write_module(tmp_path, monkeypatch, body)
+    names = [f'{module}:meet', f'{module}:slow_first']
+    with RewardProcesses([user_function(name) for name in names], 2) as processes:
+        found = processes.call([FunctionCall(names[0], (response, {})) for response in ('0', '1')])
+        assert [result.number for result in found] == [0, 1]
+        # The second call fails first, and the error of the first one is reported.
+        tasks = [{'row': row} for row in range(3)]
+        with RewardScorer(names[1], functions=processes) as scorer, pytest.raises(UserRewardError) as caught:
+            scorer.score(['0', '1', '2'], tasks)
+        assert caught.value.task is tasks[0]
+        assert 'raised ZeroDivisionError' in str(caught.value)
+
+
+def test_a_number_of_processes_without_effect_is_an_error():
+    with pytest.raises(InputError, match='reward_processes=2 has no effect with grpo'):
+        open_reward_processes(GrpoConfig(reward='exact', reward_processes=2), contextlib.ExitStack())
