@@ -204,7 +204,6 @@ METRICS: dict[str, Metric] = {
     'rollout/reward_seconds': Metric('s', 'time spent scoring the responses'),
     'rollout/reward_wait_seconds': Metric('s', 'time for which the devices waited for rewards before the step'),
     'rollout/tool_wait_seconds': Metric('s', 'time for which the devices waited for tools or an environment'),
-    # Only with grpo.max_staleness above 0.
     'rollout/hidden_tool_seconds': Metric('s', 'time of environments that the devices did not wait for'),
     'rollout/hidden_reward_seconds': Metric('s', 'part of rollout/reward_seconds that the devices did not wait for'),
     'rollout/staleness': Metric('steps', 'optimizer steps between the sampling of the responses and their first step'),
