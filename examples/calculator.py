@@ -52,7 +52,7 @@ class Calculator:
     def examples(self, split: str) -> list[dict]:
         """Returns the expressions of a split: `train`, `eval` or `demonstrations`. No expression is in two of them."""
         orders = itertools.permutations(range(2, 10), 3)
-        texts = [f'{a}{first}{b}{second}{c}' for a, b, c in orders for first, second in SIGNS]
+        texts = [f'{a}{signs[0]}{b}{signs[1]}{c}' for a, b, c in orders for signs in SIGNS]
         random.Random(0).shuffle(texts)
         parts = {'eval': slice(100), 'train': slice(100, 500), 'demonstrations': slice(500, None)}
         return [{'expression': text} for text in texts[parts[split]]]

@@ -28,7 +28,7 @@ from maxlm.errors import EXIT_DONE, exit_code
 from maxlm.storage.atomic import atomic_write
 
 # Yields the messages of the teacher, and receives the content of the answer to each.
-Teacher = Generator[dict[str, Any], str, None]
+Teacher = Generator[dict[str, Any], Any, None]
 
 
 @functools.cache
@@ -104,11 +104,12 @@ def converse(kind: Kind, example: dict[str, Any], seed: int) -> dict[str, Any]:
     """Returns a conversation between an environment and its teacher, as a line of the file."""
     environment, rng = kind.environment(), random.Random(seed)
     teacher = kind.teacher(environment, example, rng)
-    messages, answer, done = [*environment.reset(example, rng.getrandbits(32))], None, False
+    messages: list[dict[str, Any]] = [*environment.reset(example, rng.getrandbits(32))]
+    answer: str | None = None
     for _ in range(kind.max_turns):
         messages.append(teacher.send(answer))
         step = environment.step(messages)
-        answers, _, done = asyncio.run(step) if inspect.isawaitable(step) else step
+        answers, _, done = asyncio.run(step) if inspect.iscoroutine(step) else step
         messages += answers
         if done:
             break

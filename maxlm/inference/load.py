@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -91,7 +91,7 @@ def load_model(checkpoint: str, *, num_devices: int, quantize: str = '', share_l
         names = ', '.join((*QUANTIZATION_GROUPS, *ROUNDED_INPUTS))
         raise InputError(f'quantize={quantize!r} is unknown; use one of {names}')
     # Not from the checkpoint, whose model may not support rounded inputs.
-    rounding = 'int8' if quantize in ROUNDED_INPUTS else 'none'
+    rounding: Literal['int8', 'none'] = 'int8' if quantize in ROUNDED_INPUTS else 'none'
     model = dataclasses.replace(_inference_model(saved_config.model), activation_quantization=rounding)
     saved_config = dataclasses.replace(saved_config, model=model)
     tokenizer_path = workdir / TOKENIZER

@@ -109,13 +109,13 @@ class PromptSamples(NamedTuple):
         heading: end of the prompt, in one line.
         prompt: the prompt if the heading shows only a part of it or its lines, else ''.
         texts: step and text of the samples to show, newest first.
-        count: number of all samples.
+        num_samples: number of all samples.
     """
 
     heading: str
     prompt: str
     texts: list[tuple[float | None, str]]
-    count: int
+    num_samples: int
 
 
 def shown_samples(run: ReportedRun) -> tuple[list[PromptSamples], int]:
@@ -131,8 +131,8 @@ def shown_samples(run: ReportedRun) -> tuple[list[PromptSamples], int]:
             (number(line, 'step'), shorten(text(line, 'text'), length))
             for line, length in zip(newest_first, lengths, strict=True)
         ]
-        line = ' '.join(prompt.split())
-        heading = line if len(line) <= _MAX_HEADING_CHARS else f'… {line[-_MAX_HEADING_CHARS:]}'
+        flat = ' '.join(prompt.split())
+        heading = flat if len(flat) <= _MAX_HEADING_CHARS else f'… {flat[-_MAX_HEADING_CHARS:]}'
         whole = '' if heading == prompt else shorten(prompt, _MAX_NEWEST_CHARS)
         shown.append(PromptSamples(heading, whole, texts, len(lines)))
     return shown, len(by_prompt) - len(shown)
