@@ -389,6 +389,7 @@ PAGES: dict[str, Callable[[Read], Iterator[str]]] = {
     'docs/tutorials/chat.md': training_figures.chat_tutorial,
     'docs/tutorials/fine-tune.md': training_figures.fine_tuning_tutorial,
     'docs/negative-results.md': training_figures.negative_results,
+    'docs/optimizers.md': training_figures.width_transfer,
 }
 
 

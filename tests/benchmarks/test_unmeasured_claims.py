@@ -36,7 +36,6 @@ CLAIMS = {
     'The rounding kernels have not been measured on a GPU': f'1b_fp8_*kernels{GPU}',
     '(maxlm/model/fp8/rounding_kernel.py), which has not been measured': f'1b_fp8_*kernels{GPU}',
     'The present program has not been measured on a GPU': 'decode_1b_h100.json',
-    'Not measured yet: a second size': 'nanochat_peer_6_*.json',
     "None of the providers' commands has been run for this page": 'runpod*.json',
     'state in host memory has not been timed on a GPU': f'*host*{GPU}',
     'The time on a real cluster is not measured': 'prepare_*cluster*.json',

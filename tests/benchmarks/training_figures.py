@@ -8,13 +8,13 @@ from typing import Any
 
 from scipy import stats
 
+from benchmarks.nanochat_ablations import ABLATIONS
+
 Read = Callable[[str], Any]
 SIDES = ('nanochat', 'maxlm-2026')
 LABELS = {
     'nanochat': 'nanochat',
     'maxlm-2026': "maxlm, `configs/depth.py:4` with nanochat's rates",
-    'without schedule': 'maxlm, `configs/depth.py:4` with the schedule of 2025',
-    'without value embeddings': 'maxlm, `configs/depth.py:4` without value embeddings',
     'maxlm-schedule': 'maxlm, `configs/depth.py:4-2025` with a warm-up of 40 steps and a decay over 65 % to 5 %',
     'maxlm-rates': (
         "maxlm, additionally nanochat's rates, momentum, score factor and RoPE base, without clipping and document mask"
@@ -44,20 +44,44 @@ def nanochat(read: Read) -> Iterator[str]:
     for name, label in LABELS.items():
         values = last(sides[name])
         yield row(label, len(values), spread(values))
+    for name in ABLATIONS:
+        changes = ablation_changes(sides, name)
+        yield row(name, len(changes), f'{statistics.mean(changes):+.4f}'.replace('-', '−'))
     yield from nanochat_curves(read)
 
 
+def ablation_changes(sides: Any, name: str) -> list[float]:
+    """Returns by how much the bits per byte of each seed change without a feature."""
+    recipe, changed = (sides[side]['bits_per_byte'] for side in ('maxlm-2026', f'without {name}'))
+    return [changed[seed]['300'] - recipe[seed]['300'] for seed in changed]
+
+
 def nanochat_curves(read: Read) -> Iterator[str]:
-    for depth in (4,):
+    sentences = {
+        4: ((0, "{:.4f}, or 0.6 % (Welch's test: p = {:.3f})"), (3, 'it is {:.4f} (p = {:.2f})')),
+        6: ((0, 'the difference is {:.4f} (p = {:.2f})'),),
+    }
+    for depth in sentences:
         sides = read(f'nanochat_peer_{depth}_1000_cpu2')['sides']
         curves = [sides[side]['bits_per_byte'].values() for side in SIDES]
         for step in next(iter(curves[0])):
             yield row(depth, step, *(spread(curve[step] for curve in each) for each in curves))
         ends = [[curve['1000'] for curve in each] for each in curves]
-        for first, text in ((0, "{:.4f}, or 0.6 % (Welch's test: p = {:.3f})"), (3, 'it is {:.4f} (p = {:.2f})')):
+        for first, text in sentences[depth]:
             theirs, ours = (values[first:] for values in ends)
             p = stats.ttest_ind(ours, theirs, equal_var=False).pvalue
-            yield text.format(statistics.mean(ours) - statistics.mean(theirs), p)
+            yield text.format(statistics.mean(ours) - statistics.mean(theirs), p).replace('-', '−')
+
+
+def width_transfer(read: Read) -> Iterator[str]:
+    losses = {(run['rate'], run['width'], run['base_dim']): run['loss'] for run in read('width_transfer_cpu2')['runs']}
+    models = ((64, 0), (128, 0), (256, 0), (128, 64), (256, 64))
+    rates = sorted({rate for rate, _, _ in losses})
+    for rate in rates:
+        yield row(rate, *(f'{losses[rate, width, base]:.3f}' for width, base in models))
+    best = {model: min(rates, key=lambda rate, model=model: losses[rate, *model]) for model in models}
+    assert best[64, 0] == best[128, 64] == best[256, 64] == 2 * rates[0]
+    assert best[128, 0] == best[256, 0] == rates[0]
 
 
 def leaderboard(read: Read) -> Iterator[str]:
@@ -106,6 +130,13 @@ def negative_results(read: Read) -> Iterator[str]:
     before, after = (first[f'train_first_token={trained}']['without prefix'] for trained in (False, True))
     yield f'{after:.3f} instead of {before:.3f}'
     sides = read('nanochat_peer_cpu2')['sides']
+    changes = [statistics.mean(ablation_changes(sides, name)) for name in ('embedding residual', 'initial values')]
+    yield f'by {-changes[0]:.4f} and {-changes[1]:.4f} bits per byte'
+    best = [
+        min(run['loss'] for run in read('width_transfer_cpu2')['runs'] if (run['width'], run['base_dim']) == (256, base))
+        for base in (64, 0)
+    ]
+    yield f'{best[0]:.3f} nats per byte, and {best[1]:.3f} without'
     rates, schedule = (statistics.mean(last(sides[name])) for name in ('maxlm-rates', 'maxlm-schedule'))
     yield f'{rates:.4f} instead of {schedule:.4f}'
 

@@ -135,7 +135,6 @@ def test_the_program_runs_on_real_arrays(compiled_on_eight):
     assert given.params['embedding'].is_deleted()
     assert given.ema['embedding'].is_deleted()
     before = np.asarray(state.params['embedding'])
-    # The first step of the warmup has learning rate 0.
     state, _ = compiled.step(state, batch)
     assert int(state.step) == 2
     assert not np.array_equal(state.params['embedding'], before)

@@ -30,8 +30,8 @@ LONGER = {
     'model__rope_scaling_factor': 4,
     'train__num_steps': 10,
 }
-# The first step of a warm-up has learning rate zero, so the saved parameters equal the initial ones.
-NO_UPDATE = {'train__num_steps': 1}
+# The first update has the learning rate 0, so the saved parameters equal the initial ones.
+NO_UPDATE = {'train__num_steps': 1, 'optimizer__warmup_from_zero': True}
 BYTES, TOKENS, ROWS = 257, 259, 264
 CHAT = {**LONGER, 'data__seq_len_schedule': '()', 'model__vocab_size': ROWS, 'train__num_steps': 6}
 
