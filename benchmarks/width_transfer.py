@@ -1,7 +1,7 @@
 """Shows how the best learning rate changes with the width: trains models of several widths with several rates.
 
     python -m benchmarks.width_transfer [--steps=150] [--batch=16] [--rates 2e-3 4e-3 …]
-        [--init-std=0.02] [--output=FILE]
+        [--output=FILE]
 
 The models have four layers, heads of 32 and float32; they train on the bytes of this repository. Each width is trained
 with and without `model.base_dim=64`. Prints the mean loss of the last 20 steps of each run.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument('--steps', type=int, default=150, help='steps of each run (default 150)')
     parser.add_argument('--batch', type=int, default=16, help='sequences of 128 tokens per step (default 16)')
     parser.add_argument('--rates', nargs='+', type=float, default=RATES, help='learning rates (default 2^-10 to 2^-4)')
-    parser.add_argument('--init-std', type=float, default=0.02, help='model.init_std of the base (default 0.02)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     options = parser.parse_args(argv)
     runs: list[dict[str, Any]] = []
@@ -59,7 +57,7 @@ def main(argv: list[str]) -> int:
             is_known = base_dim == width
             for rate in options.rates:
                 known = [each for each in runs if is_known and (each['width'], each['rate']) == (width, rate)]
-                loss = known[0]['loss'] if known else train(width, base_dim, rate, options)
+                loss = known[0]['loss'] if known else train(width, base_dim, rate, options.steps, options.batch)
                 runs.append({'width': width, 'base_dim': base_dim, 'rate': rate, 'loss': loss})
                 print(f'width {width}, model.base_dim={base_dim}, learning rate {rate:.5f}: {loss:.4f}', flush=True)
     if options.output:
@@ -67,7 +65,6 @@ def main(argv: list[str]) -> int:
             'settings': SETTINGS,
             'steps': options.steps,
             'batch': options.batch,
-            'init_std': options.init_std,
             'runs': runs,
             'machine': machine(),
         }
@@ -75,21 +72,20 @@ def main(argv: list[str]) -> int:
     return EXIT_DONE
 
 
-def train(width: int, base_dim: int, rate: float, options: Namespace) -> float:
+def train(width: int, base_dim: int, rate: float, steps: int, batch: int) -> float:
     """Returns the mean loss of the last steps of a run."""
     sizes = {'model.dim': width, 'model.num_heads': width // HEAD_DIM, 'model.ffn_dim': 3 * width}
     run: dict[str, Any] = {
         **sizes,
         'model.base_dim': base_dim,
-        'model.init_std': options.init_std,
         'optimizer.learning_rate': rate,
-        'train.num_steps': options.steps,
-        'train.global_batch_size': options.batch,
-        'train.per_device_batch_size': options.batch,
+        'train.num_steps': steps,
+        'train.global_batch_size': batch,
+        'train.per_device_batch_size': batch,
     }
     config = load(str(CONFIG), [*SETTINGS, *(f'{key}={value}' for key, value in run.items())])
     config = resolve(config, platform='cpu', num_devices=1, vocab_size=config.model.vocab_size, windows=1)
-    result = measure(config, steps=options.steps, warmup=0, document=1000, tokens='text')
+    result = measure(config, steps=steps, warmup=0, document=1000, tokens='text')
     return statistics.fmean(result['losses'][-LAST:])
 
 
