@@ -80,5 +80,5 @@ def test_an_own_loop_trains_and_resumes(dataset, tmp_path):
 def test_the_documentation_names_each_script():
     page = (ROOT / 'docs/python.md').read_text()
     scripts = {path.name for path in (ROOT / 'examples').glob('*.py')} - {'__init__.py'}
-    assert len(scripts) == 6
+    assert len(scripts) == 9
     assert {name for name in scripts if f'examples/{name}' not in page} == set()
