@@ -132,10 +132,8 @@ def negative_results(read: Read) -> Iterator[str]:
     sides = read('nanochat_peer_cpu2')['sides']
     changes = [statistics.mean(ablation_changes(sides, name)) for name in ('embedding residual', 'initial values')]
     yield f'by {-changes[0]:.4f} and {-changes[1]:.4f} bits per byte'
-    best = [
-        min(run['loss'] for run in read('width_transfer_cpu2')['runs'] if (run['width'], run['base_dim']) == (256, base))
-        for base in (64, 0)
-    ]
+    widest = [run for run in read('width_transfer_cpu2')['runs'] if run['width'] == 256]
+    best = [min(run['loss'] for run in widest if run['base_dim'] == base) for base in (64, 0)]
     yield f'{best[0]:.3f} nats per byte, and {best[1]:.3f} without'
     rates, schedule = (statistics.mean(last(sides[name])) for name in ('maxlm-rates', 'maxlm-schedule'))
     yield f'{rates:.4f} instead of {schedule:.4f}'
