@@ -1,10 +1,10 @@
 """Conversations with environments that are generated while the devices train on earlier rollouts.
 
-With `grpo.max_staleness` = k, the conversations of rollout n + k begin before the training on rollout n. Before
-this training, the devices generate one turn of rollouts n + 2 to n + k, and all remaining turns of rollout n + 1.
-The environments answer these turns, and score complete conversations, in threads during the training. The
-turns of a conversation may thus have different parameters, which depends on the numbers of rollouts and turns only, and
-not on times.
+With `grpo.max_staleness` = k, the conversations of rollout n + k begin before the training on rollout n. Before this
+training, the devices generate one turn of rollouts n + 2 to n + k, and all remaining turns of rollout n + 1. The
+environments answer these turns, and score complete conversations, in threads during the training. The turns of a
+conversation may thus have different parameters, which depends on the numbers of rollouts and turns only, and not on
+times.
 """
 
 from __future__ import annotations

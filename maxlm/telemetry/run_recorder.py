@@ -11,7 +11,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -147,7 +147,7 @@ class RunRecorder:
         self._position = position
         now = self._line('beat')
         so_far = attempts_of([*self._lines, now])
-        self._productive_seconds = _productive([attempt.seconds for attempt in so_far]) - _productive([now['seconds']])
+        self._productive_seconds = sum(_productive(each.seconds) for each in so_far) - _productive(now['seconds'])
         self._segment_step, self._segment_seconds = step, self._loop_seconds(now['seconds'])
 
     def record_save(self) -> None:
@@ -173,7 +173,7 @@ class RunRecorder:
                 dollars_per_hour=self._dollars_per_hour or 0.0,
                 seconds_left=seconds_left,
             ),
-            'goodput/fraction': (self._productive_seconds + _productive([seconds]))
+            'goodput/fraction': (self._productive_seconds + _productive(seconds))
             / (self.previous_seconds + self._idle_seconds + elapsed),
         }
 
@@ -300,8 +300,8 @@ def _read(path: Path, check: Callable[[list[dict[str, Any]]], object]) -> list[d
     return lines
 
 
-def _productive(seconds: Iterable[Mapping[str, float]]) -> float:
-    return sum(each.get(category, 0.0) for each in seconds for category in PRODUCTIVE)
+def _productive(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.get(category, 0.0) for category in PRODUCTIVE)
 
 
 def _last_attempt(lines: list[dict[str, Any]]) -> int:

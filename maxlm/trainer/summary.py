@@ -31,6 +31,14 @@ from maxlm.trainer.metric_logger import MetricLogger
 from maxlm.trainer.preflight import PreparedStep
 from maxlm.trainer.throughput import Throughput
 
+# Categories of the time of a run that generates rollouts, and their names in its last lines.
+_ROLLOUT_USES = {
+    'step': 'training',
+    'rollout': 'generating',
+    'reward_wait': 'waiting for rewards',
+    'tool_wait': 'waiting for tools or environments',
+}
+
 
 def headline(config: Config) -> str:
     """Returns the number of parameters, the devices and the mesh in one line."""
@@ -181,10 +189,8 @@ def log_end(
         f'{perf["perf/tokens_per_second"]:,.0f} tokens/s{mfu}'
     )
     if by_category['rollout']:
-        uses = {'training': 'step', 'generating': 'rollout', 'waiting for rewards': 'reward_wait'}
-        uses |= {'waiting for tools or environments': 'tool_wait'}
-        total = sum(by_category[category] for category in uses.values())
-        parts = [f'{use} {by_category[category] / total:.0%}' for use, category in uses.items()]
+        total = sum(by_category[category] for category in _ROLLOUT_USES)
+        parts = [f'{use} {by_category[category] / total:.0%}' for category, use in _ROLLOUT_USES.items()]
         logger.info(f'time of steps and rollouts: {", ".join(parts)}')
     dollars = f', ${spent["cost/dollars"]:,.2f}' if 'cost/dollars' in spent else ''
     logger.info(

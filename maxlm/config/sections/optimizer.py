@@ -23,8 +23,8 @@ class OptimizerConfig:
     adam_learning_rate: LearningRate = 0.0
     # Peak learning rate of the embedding tables; 0 = that of AdamW.
     embedding_learning_rate: LearningRate = 0.0
-    # Schedule after a linear warm-up. wsd: stable, then linear decay. A function of your own returns the
-    # complete schedule (docs/tutorials/optimizer.md).
+    # Schedule after a linear warm-up. wsd: stable, then linear decay. A function of your own returns the complete
+    # schedule (docs/tutorials/optimizer.md).
     schedule: Literal['cosine', 'linear', 'wsd', 'constant'] | FunctionName = 'cosine'
     # wsd: fraction of the run used for the decay, at its end.
     wsd_decay_fraction: Annotated[FractionAbove0, Renamed('decay_fraction')] = 0.2

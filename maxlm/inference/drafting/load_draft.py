@@ -8,8 +8,6 @@ from maxlm.inference.load import LoadedModel, load_model
 from maxlm.inference.resolve_model import resolved_checkpoint
 from maxlm.log import logger
 
-_OPTION = '--draft-model='
-
 
 def load_draft(checkpoint: str, model: LoadedModel, *, share_layers: bool = False) -> LoadedModel | None:
     """Loads a draft model on the devices of the model.
@@ -29,9 +27,8 @@ def load_draft(checkpoint: str, model: LoadedModel, *, share_layers: bool = Fals
         with resolved_checkpoint(checkpoint) as found:
             draft = load_model(found, num_devices=model.layout.mesh.size, share_layers=share_layers)
     except InputError as error:
-        reason = str(error).replace('--checkpoint=', _OPTION)
-        named = reason if _OPTION in reason else f'{_OPTION}{checkpoint}: {reason}'
-        raise InputError(named) from error
+        reason = str(error).replace('--checkpoint=', '--draft-model=')
+        raise InputError(reason if '--draft-model=' in reason else f'--draft-model={checkpoint}: {reason}') from error
     if difference := _difference(model.tokenizer, draft.tokenizer):
         raise InputError(
             f'--draft-model={checkpoint}: has another tokenizer than the model: {difference}; '

@@ -250,11 +250,12 @@ class _Vocabulary:
         self._ids = {token.decode(errors='replace'): index for index, token in enumerate(tokens)}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        characters = text if isinstance(text, str) else text.decode(errors='replace')
         if self._vocabulary is not None:
             ids: list[int] = self._vocabulary.tokenize_bytes(text)
             if self._special.isdisjoint(ids):
                 return ids
+        characters = text if isinstance(text, str) else text.decode(errors='replace')
+        if self._vocabulary is not None:
             # The text contains the name of a special token, such as an end token, which would end the response.
             return [token for character in characters for token in self._vocabulary.tokenize_str(character)]
         return [self._ids[character] for character in characters if character in self._ids]

@@ -81,8 +81,7 @@ def pending_bytes(config: Config) -> int:
     """Returns the bytes of the pending rollouts of `grpo.max_staleness`, which each process has in its memory.
 
     A token has an id and a log-probability, and with tools or environments its origin; the prompts of environments are
-    part of them. Their arrays have the columns of the longest
-    response, here `grpo.max_completion_length`.
+    part of them. Their arrays have the columns of the longest response, here `grpo.max_completion_length`.
     """
     grpo = config.grpo
     if config.train.objective != 'grpo':

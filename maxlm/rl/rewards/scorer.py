@@ -148,8 +148,10 @@ class RewardScorer:
             (response, id(task), *(float(by_tokens[name][index]) for name in names))
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True))
         ]
-        first_index = {key: index for index, key in reversed(list(enumerate(keys)))}
-        indices = sorted(first_index.values())
+        first_index: dict[tuple[Any, ...], int] = {}
+        for index, key in enumerate(keys):
+            first_index.setdefault(key, index)
+        indices = list(first_index.values())
         unique_scores = total.score(
             [responses[index] for index in indices],
             [tasks[index] for index in indices],
@@ -157,7 +159,7 @@ class RewardScorer:
             self._functions,
             {name: [float(by_tokens[name][index]) for index in indices] for name in names},
         )
-        by_key: dict[tuple[Any, ...], Score] = dict(zip((keys[index] for index in indices), unique_scores, strict=True))
+        by_key: dict[tuple[Any, ...], Score] = dict(zip(first_index, unique_scores, strict=True))
         scores = [by_key[key] for key in keys]
         return Scores(
             np.array([score.total for score in scores], np.float32),
