@@ -117,6 +117,21 @@ def test_metrics_continue_across_attempts(tmp_path):
     assert read_goodput(tmp_path).fraction == pytest.approx(60 / 145)
 
 
+def test_generated_rollouts_are_productive(tmp_path):
+    attempt = Attempt(tmp_path)
+    with attempt.recorder as recorder:
+        attempt.begin(0)
+        for category, seconds in (('rollout', 30.0), ('tool_wait', 15.0), ('reward_wait', 15.0)):
+            with attempt.timeline.phase(category):
+                attempt.now += seconds
+        attempt.steps(4)
+        attempt.save()
+        assert recorder.metrics(4, 10)['goodput/fraction'] == pytest.approx(70 / 105)
+        recorder.set_outcome('finished', '', 0)
+    # The report has the same fraction.
+    assert read_goodput(tmp_path).fraction == pytest.approx(70 / 105)
+
+
 def test_rollback_reduces_goodput(tmp_path):
     attempt = Attempt(tmp_path)
     with attempt.recorder as recorder:

@@ -247,18 +247,21 @@ class _Vocabulary:
         """
         self.eos_token_id, self.bos_token_id, self.tokens, self.special_token_ids = end, None, tokens, special
         self._vocabulary, self._special = vocabulary, frozenset(special)
-        self._ids = {token.decode(errors='replace'): index for index, token in enumerate(tokens)}
+        characters = () if vocabulary is not None else tokens
+        self._ids = {token.decode(errors='replace'): index for index, token in enumerate(characters)}
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if self._vocabulary is not None:
-            ids: list[int] = self._vocabulary.tokenize_bytes(text)
-            if self._special.isdisjoint(ids):
-                return ids
-        characters = text if isinstance(text, str) else text.decode(errors='replace')
-        if self._vocabulary is not None:
-            # The text contains the name of a special token, such as an end token, which would end the response.
-            return [token for character in characters for token in self._vocabulary.tokenize_str(character)]
-        return [self._ids[character] for character in characters if character in self._ids]
+        if self._vocabulary is None:
+            return [self._ids[character] for character in _characters(text) if character in self._ids]
+        ids: list[int] = self._vocabulary.tokenize_bytes(text)
+        if self._special.isdisjoint(ids):
+            return ids
+        # The text contains the name of a special token, such as an end token, which would end the response.
+        return [token for character in _characters(text) for token in self._vocabulary.tokenize_str(character)]
+
+
+def _characters(text: bytes | str) -> str:
+    return text if isinstance(text, str) else text.decode(errors='replace')
 
 
 def _with_calls_as_text(tokenizer: dict[str, Any]) -> dict[str, Any]:
