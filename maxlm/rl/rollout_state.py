@@ -14,6 +14,7 @@ import numpy as np
 
 from maxlm.rl.generation.responses import EnvironmentUse, Responses, ToolUse
 from maxlm.rl.rewards.scorer import Scores
+from maxlm.storage.json_text import parse_json
 
 # Values of a row of the array `numbers`. Former versions wrote one rollout, as one row of the first three.
 NUMBERS = ('number', 'step', 'passes', 'is_scored')
@@ -103,7 +104,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> list[
         arrays = {name: array if name == 'seconds' else array[None] for name, array in arrays.items()}
         arrays['numbers'] = np.append(arrays['numbers'], [[0]], axis=1)
     if 'score_names' in arrays:
-        names = json.loads(arrays['score_names'].astype(np.uint8).tobytes())
+        names = parse_json(arrays['score_names'].astype(np.uint8).tobytes())
     found = []
     for row, (number, step, passes, is_scored) in enumerate(arrays['numbers'].tolist()):
         tools = environment = scores = None
