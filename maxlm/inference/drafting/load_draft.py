@@ -28,7 +28,9 @@ def load_draft(checkpoint: str, model: LoadedModel, *, share_layers: bool = Fals
             draft = load_model(found, num_devices=model.layout.mesh.size, share_layers=share_layers)
     except InputError as error:
         reason = str(error).replace('--checkpoint=', '--draft-model=')
-        raise InputError(reason if '--draft-model=' in reason else f'--draft-model={checkpoint}: {reason}') from error
+        if '--draft-model=' not in reason:
+            reason = f'--draft-model={checkpoint}: {reason}'
+        raise InputError(reason) from error
     if difference := _difference(model.tokenizer, draft.tokenizer):
         raise InputError(
             f'--draft-model={checkpoint}: has another tokenizer than the model: {difference}; '
