@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,12 +68,18 @@ class Conversations:
         self._create, self._max_turns = create, max_turns
         self._caller = EnvironmentCaller(seconds)
         self._all = [_Conversation(start) for start in starts]
+        # A run may end while another thread still creates environments.
+        self._is_ended, self._ending = False, threading.Lock()
 
     def open(self) -> list[dict[str, Any]]:
         """Returns the first `messages` and the `tools` of each conversation, or its `failure`."""
         running = [one for one in self._all if not one.failure]
         for one, created in self._call('the constructor', running, lambda one: (self._create, ())):
             one.environment = created
+        if self._is_ended:
+            self.end()
+            for index in range(len(self._all)):
+                self.fail(index, 'the run has ended')
         running = [one for one in self._all if not one.failure]
         for one, messages in self._call('reset', running, lambda one: (one.environment.reset, tuple(one.start))):
             with self._checking(one, 'reset'):
@@ -151,12 +158,15 @@ class Conversations:
 
     def end(self) -> None:
         """Closes all environments, also those of conversations that have not ended. A second call has no effect."""
-        opened = [one for one in self._all if one.environment is not None]
-        closers = [(one, close) for one in opened if callable(close := getattr(one.environment, 'close', None))]
+        self._is_ended = True
+        with self._ending:
+            opened = [(one, one.environment) for one in self._all if one.environment is not None]
+            for one, _ in opened:
+                one.environment = None
+        closers = [(one, close) for one, each in opened if callable(close := getattr(each, 'close', None))]
         # The result does not matter: the conversation has ended.
         self._caller([EnvironmentCall(one.loop, close) for one, close in closers])
         for one in self._all:
-            one.environment = None
             one.loop.close()
 
     def _call(

@@ -169,3 +169,27 @@ def test_a_failing_constructor_and_close():
     assert 'failure' not in conversations.close({})[0]
     assert Closed.closed == 1
     assert 'the constructor raised ZeroDivisionError' in start({}, create=fail).open()[0]['failure']
+
+
+def test_environments_that_are_created_after_the_end_are_closed():
+    entered, event = threading.Event(), threading.Event()
+
+    class Slow(Counter):
+        closed = 0
+
+        def __init__(self):
+            entered.set()
+            assert event.wait(SECONDS)
+            super().__init__()
+
+        def close(self):
+            Slow.closed += 1
+
+    conversations = start({}, {}, create=Slow)
+    thread = threading.Thread(target=conversations.open, daemon=True)
+    thread.start()
+    assert entered.wait(SECONDS)
+    conversations.end()
+    event.set()
+    thread.join(SECONDS)
+    assert Slow.closed == 2
