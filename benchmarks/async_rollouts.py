@@ -1,11 +1,11 @@
 """Compares synchronous and asynchronous GRPO rollouts by reward per hour on this machine.
 
     python -m benchmarks.async_rollouts --config=configs/TASK.py:rl [--config.KEY=VALUE …]
-        [--output=FILE] [--figure=FILE]
+        [--staleness=0,1] [--output=FILE] [--figure=FILE]
 
-Runs `maxlm grpo` twice, one run after the other, with `grpo.max_staleness` 0 and 1. Records the rewards of the
-rollouts and the evaluations on held-out problems by the minutes since the first rollout, prints a line for each run,
-and plots both. `train.init_from` must name a run of SFT.
+Runs `maxlm grpo` with each value of `grpo.max_staleness`, one run after the other. Records the rewards of the rollouts
+and the evaluations on held-out problems by the minutes since the first rollout, prints a line for each run, and plots
+all. `train.init_from` must name a run of SFT.
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ from benchmarks.posttraining import call
 from benchmarks.step import machine
 from maxlm.cli.parser import ArgumentParser
 from maxlm.config.config_files import split_overrides
-from maxlm.errors import EXIT_DONE, exit_code
-from maxlm.planning.plots import BLUE, ORANGE, STYLE
+from maxlm.errors import EXIT_DONE, InputError, exit_code
+from maxlm.planning.plots import BLUE, GREY, ORANGE, STYLE
 from maxlm.telemetry.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = {'synchronous': BLUE, 'asynchronous': ORANGE}
+COLORS = (BLUE, ORANGE, GREY)
 # Number of rollouts whose mean reward is the reward at the end.
 LAST = 10
 
 
 def main(argv: list[str]) -> int:
-    """Runs both, and prints, writes and plots the results."""
+    """Runs each, and prints, writes and plots the results."""
     overrides, rest = split_overrides(argv)
     parser = ArgumentParser(prog='benchmarks.async_rollouts', allow_abbrev=False, description=__doc__)
     parser.add_argument('--config', required=True, help='config file with objective grpo, with a variant after a colon')
+    parser.add_argument('--staleness', default='0,1', help='values of grpo.max_staleness (default: 0,1; at most three)')
     parser.add_argument('--output', type=Path, help='JSON file to write')
     parser.add_argument('--figure', type=Path, help='picture to write')
     options = parser.parse_args(rest)
+    values = options.staleness.split(',')
+    if not all(value.isdecimal() for value in values) or len(values) > len(COLORS):
+        raise InputError(f'--staleness={options.staleness}: needs up to {len(COLORS)} integers with commas between them')
     results: dict[str, Any] = {}
-    for name in COLORS:
+    for value in values:
         with tempfile.TemporaryDirectory() as directory:
             seconds = call(
                 'maxlm.grpo',
@@ -50,11 +54,11 @@ def main(argv: list[str]) -> int:
                 f'--workdir={directory}/run',
                 '--config.metrics.tensorboard=False',
                 '--config.metrics.device_stats_interval_seconds=0',
-                f'--config.grpo.max_staleness={int(name == "asynchronous")}',
+                f'--config.grpo.max_staleness={value}',
                 *(f'--config.{override}' for override in overrides),
             )
-            results[name] = {'seconds': seconds, **summary(read_metrics(Path(directory) / 'run'))}
-        print(line_of(name, results[name]), flush=True)
+            results[value] = {'seconds': seconds, **summary(read_metrics(Path(directory) / 'run'))}
+        print(line_of(value, results[value]), flush=True)
         if options.output:
             found = {'config': options.config, 'overrides': overrides, 'machine': machine(), 'results': results}
             options.output.write_text(json.dumps(found, indent=1) + '\n')
@@ -75,16 +79,20 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         'accuracies': [(max(0.0, line['time'] - start) / 60, line['eval/accuracy']) for line in evaluated],
         'reward_seconds': sum(line['rollout/reward_seconds'] for line in rollouts),
         'hidden_seconds': sum(line.get('rollout/hidden_reward_seconds', 0.0) for line in rollouts),
+        'wait_seconds': sum(
+            line['rollout/reward_wait_seconds'] + line.get('rollout/tool_wait_seconds', 0.0) for line in rollouts
+        ),
         'gain_per_hour': (sum(last) / len(last) - rewards[0][1]) / (rewards[-1][0] / 60),
     }
 
 
-def line_of(name: str, result: dict[str, Any]) -> str:
+def line_of(staleness: str, result: dict[str, Any]) -> str:
     """Formats a result in one line."""
     first, last = result['accuracies'][0][1], result['accuracies'][-1][1]
     return (
-        f'{name:<12} {result["seconds"]:.0f} s, reward +{result["gain_per_hour"]:.2f} per hour, accuracy {first:.3f} → '
-        f'{last:.3f}; rewards {result["reward_seconds"]:.0f} s, of which {result["hidden_seconds"]:.0f} s hidden'
+        f'staleness {staleness:<3} {result["seconds"]:.0f} s, reward +{result["gain_per_hour"]:.2f} per hour, '
+        f'accuracy {first:.3f} → {last:.3f}; rewards {result["reward_seconds"]:.0f} s, of which '
+        f'{result["hidden_seconds"]:.0f} s hidden; the devices waited {result["wait_seconds"]:.0f} s'
     )
 
 
@@ -98,11 +106,13 @@ def curves(results: dict[str, Any]) -> Figure:
         figure = Figure(figsize=(6.4, 3.2), layout='constrained')
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        for name, result in results.items():
-            axes.plot(*zip(*result['rewards'], strict=True), color=COLORS[name], linewidth=1, label=f'{name}: reward')
+        for (value, result), color in zip(results.items(), COLORS, strict=False):
+            name = f'staleness {value}'
+            axes.plot(*zip(*result['rewards'], strict=True), color=color, linewidth=1, label=f'{name}: reward')
             minutes, accuracies = zip(*result['accuracies'], strict=True)
-            axes.plot(minutes, accuracies, 'o--', color=COLORS[name], markersize=4, label=f'{name}: held-out accuracy')
-        axes.set(xlabel='minutes since the first rollout', ylabel='reward, accuracy', ylim=(0, 1))
+            axes.plot(minutes, accuracies, 'o--', color=color, markersize=4, label=f'{name}: held-out accuracy')
+        axes.set(xlabel='minutes since the first rollout', ylabel='reward, accuracy')
+        axes.set_ylim(bottom=0)
         axes.legend(loc='lower left', frameon=False)
     return figure
 

@@ -3,9 +3,9 @@
     python -m benchmarks.posttraining [--tasks=arithmetic,synth] [--seeds=0,1,2] [--output=FILE] [--figures=DIR]
 
 For each task and seed, runs the commands in the docstring of configs/TASK.py: writing problems, preparing the chats,
-`maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. The task write_function has an environment, and its commands
-are in configs/environments.py. Records the runs' evaluations on held-out problems and the wall time. Prints a table,
-plots the curves, and writes JSON with machine and versions after each run.
+`maxlm train` with TASK:sft and `maxlm grpo` with TASK:rl. The tasks guess_number, calculator and write_function have
+environments, and their commands are in configs/environments.py. Records the runs' evaluations on held-out problems and
+the wall time. Prints a table, plots the curves, and writes JSON with machine and versions after each run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # Tokenizer and sequence length of each task's chats, as in its config.
 TASKS = {'arithmetic': ('bytes', 64), 'synth': ('bpe:400', 128)}
-ENVIRONMENTS = {'write_function': ('bpe:512', 256)}
+ENVIRONMENTS = dict.fromkeys(('guess_number', 'calculator', 'write_function'), ('bpe:512', 256))
 SHOWN = {
     'accuracy': ('greedy answer', BLUE),
     'pass_at_1': ('sampled answers', ORANGE),
@@ -151,6 +151,7 @@ def curves(results: list[dict[str, Any]], task: str) -> Figure:
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout='constrained')
@@ -161,7 +162,8 @@ def curves(results: list[dict[str, Any]], task: str) -> Figure:
                 steps = [line['step'] for line in result['evaluations']]
                 values = [line[name] for line in result['evaluations']]
                 axes.plot(steps, values, color=color, marker='o', markersize=3, label=None if number else label)
-        axes.set(xlabel='GRPO steps', ylabel='accuracy on held-out problems', ylim=(0, 1), title=task)
+        axes.set(xlabel='GRPO steps', ylabel='accuracy on held-out problems', ylim=(0, 1.02), title=task)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(loc='lower right', frameon=False)
     return figure
 

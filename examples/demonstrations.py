@@ -78,11 +78,11 @@ def calculator(environment: Calculator, example: dict[str, Any], rng: random.Ran
 
 
 def write_function(environment: WriteFunction, example: dict[str, Any], rng: random.Random) -> Teacher:
-    """Writes the wrong program in 7 of 10 messages."""
+    """Writes the wrong program in 17 of 20 messages."""
     del environment
     problem = problems()[example['messages'][-1]['content']]
     while True:
-        yield say(problem.wrong if rng.random() < 0.7 else problem.right)
+        yield say(problem.wrong if rng.random() < 0.85 else problem.right)
 
 
 class Kind(NamedTuple):
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog='examples.demonstrations', allow_abbrev=False, description=__doc__)
     parser.add_argument('environment', choices=KINDS, help='example environment')
     parser.add_argument('--output', type=Path, required=True, metavar='FILE', help='JSONL file to write')
-    parser.add_argument('--conversations', type=number(1), default=2000, metavar='N', help='number (default 2000)')
+    parser.add_argument('--conversations', type=number(1), default=4000, metavar='N', help='number (default 4000)')
     parser.add_argument('--seed', type=number(0), default=0, help='the same seed gives the same file (default 0)')
     options = parser.parse_args(argv)
     kind = KINDS[options.environment]

@@ -19,6 +19,8 @@ def test_rewards_and_accuracies_by_time():
                 'rollout/reward': 0.2 if step < 11 else 0.8,
                 'rollout/reward_seconds': 2.0,
                 'rollout/hidden_reward_seconds': 0.5,
+                'rollout/reward_wait_seconds': 1.5,
+                **({'rollout/tool_wait_seconds': 3.0} if step == 20 else {}),
             }
         )
     lines.append({'step': 21, 'time': 1900.0, 'eval/accuracy': 0.75})
@@ -27,22 +29,22 @@ def test_rewards_and_accuracies_by_time():
     assert found['accuracies'] == [(0.0, 0.25), (30.0, 0.75)]
     # The mean reward of the last ten rollouts is 0.6 higher than the first, half an hour later.
     assert found['gain_per_hour'] == pytest.approx(1.2)
-    assert (found['reward_seconds'], found['hidden_seconds']) == (42, 10.5)
+    assert (found['reward_seconds'], found['hidden_seconds'], found['wait_seconds']) == (42, 10.5, 34.5)
     result = {'seconds': 2000.0, **found}
-    assert 'reward +1.20 per hour, accuracy 0.250 → 0.750' in line_of('synchronous', result)
-    (axes,) = curves({'synchronous': result, 'asynchronous': result}).axes
+    assert 'reward +1.20 per hour, accuracy 0.250 → 0.750' in line_of('0', result)
+    (axes,) = curves({'0': result, '1': result}).axes
     assert len(axes.lines) == 4
     assert axes.lines[0].get_xdata()[-1] == 30
 
 
-@pytest.mark.parametrize('name', ['arithmetic_5m', 'synth'])
+@pytest.mark.parametrize('name', ['arithmetic_5m', 'synth', 'write_function', 'write_function_slow'])
 def test_documented_results(name):
     results = json.loads((ROOT / f'benchmarks/results/async_rollouts_{name}_cpu2.json').read_text())['results']
     page = (ROOT / 'docs/posttraining.md').read_text()
-    for mode, found in results.items():
+    for staleness, found in results.items():
         first, last = found['accuracies'][0][1], found['accuracies'][-1][1]
         assert last > first + 0.1
         accuracy = rf'{first:.3f} → {last:.3f}'
         assert re.search(
-            rf'\| {mode} \| {found["seconds"]:.0f} \| .* {accuracy} \| {found["gain_per_hour"]:.2f} \|', page
+            rf'\| {staleness} \| {found["seconds"]:.0f} \| .* {accuracy} \| {found["gain_per_hour"]:.2f} \|', page
         )

