@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(rest)
     values = options.staleness.split(',')
     if not all(value.isdecimal() for value in values) or len(values) > len(COLORS):
-        raise InputError(f'--staleness={options.staleness}: needs up to {len(COLORS)} integers with commas between them')
+        raise InputError(
+            f'--staleness={options.staleness}: needs up to {len(COLORS)} integers with commas between them'
+        )
     results: dict[str, Any] = {}
     for value in values:
         with tempfile.TemporaryDirectory() as directory:
