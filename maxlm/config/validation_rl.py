@@ -231,6 +231,11 @@ def check_grpo(config: Config) -> None:
             f'grpo.reward_processes={grpo.reward_processes} has no effect with grpo.sandbox_functions=True, whose '
             'sandbox runs one call for each core; remove the key'
         )
+    if not grpo.tools and grpo.max_tool_calls != GrpoConfig.max_tool_calls:
+        raise InputError(
+            f'grpo.max_tool_calls={grpo.max_tool_calls} has no effect with grpo.tools=(); set grpo.tools or remove the '
+            'key'
+        )
     _check_estimator(grpo)
     if grpo.max_completion_length >= seq_len:
         raise InputError(

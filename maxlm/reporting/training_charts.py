@@ -52,7 +52,8 @@ _MAX_SOURCES = 12
 def loss_charts(runs: Sequence[ReportedRun]) -> tuple[list[Chart], list[str]]:
     """Returns one chart for each group of runs with comparable losses, and the reasons why there are several."""
     groups, reasons = comparable([run for run in runs if run.training or run.validation])
-    return [_loss(group, _names(group, groups), len(runs) == 1) for group in groups], reasons
+    charts = [_loss(group, _names(group, groups), len(runs) == 1) for group in groups]
+    return [chart for chart in charts if chart], reasons
 
 
 def metric_charts(runs: Sequence[ReportedRun]) -> list[Chart]:

@@ -241,7 +241,7 @@ class RolloutBatches(BatchSource):
         shown = self._scorer.texts(responses._replace(tools=None))
         samples = [
             Sample(self.tokenizer.decode(ids[row].tolist()), f'{shown[row]} (reward {rewards_N[row]:.2f})')
-            for row in range(SHOWN)
+            for row in range(min(SHOWN, len(each)))
         ]
         waits = {'reward_wait': waited, 'tool_wait': tool_seconds}
         return SourceUpdate(metrics, rollout_text(metrics, len(each), grpo), samples, waits)

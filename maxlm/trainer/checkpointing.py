@@ -21,7 +21,7 @@ from maxlm.checkpoint.manager import Checkpoints, find_step, saved_steps
 from maxlm.checkpoint.params import copy_params
 from maxlm.config.schema import Config
 from maxlm.data.loader.batch_rows import BatchRows
-from maxlm.data.loader.batches import check_same_data
+from maxlm.data.loader.batches import check_same_data, fingerprint_changes
 from maxlm.data.loader.position import Position
 from maxlm.data.loader.skipped_batches import data_index, skip_steps
 from maxlm.data.loader.teacher_outputs import read_manifest
@@ -75,7 +75,8 @@ class RunCheckpoints:
                 fingerprint=self._fingerprint,
                 follows=(GLOBAL_BATCH,) if self._source.follows_batch_size else (),
             )
-        self._source.load_state_arrays(source)
+        # After a permitted change, they belong to other data.
+        self._source.load_state_arrays({} if fingerprint_changes(data, self._fingerprint) else source)
         # Used for workdirs without metrics.
         self.best_loss = float(history.get('best_loss', math.inf))
         return state, self._continued(from_json(history.get('decisions')), state, data)

@@ -83,6 +83,10 @@ def check_same_model(workdir: Path, config: Config) -> None:
         )
 
 
+# Keys of the model that follow from another key.
+_SET_BY = {'value_head': ('grpo', 'advantage_estimator'), 'reward_head': ('train', 'objective')}
+
+
 def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, Any] | None:
     """Returns the first key in which the models of two configs differ, with both values, or None."""
     old, new = old_config.model, new_config.model
@@ -92,7 +96,10 @@ def model_difference(old_config: Config, new_config: Config) -> tuple[str, Any, 
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
         if field.name not in ignored and before != now:
-            return f'model.{field.name}', before, now
+            for section, key in [_SET_BY.get(field.name, ('model', field.name)), ('model', field.name)]:
+                values = [getattr(getattr(config, section), key) for config in (old_config, new_config)]
+                if values[0] != values[1]:
+                    return f'{section}.{key}', values[0], values[1]
     return None
 
 

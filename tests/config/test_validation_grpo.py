@@ -47,6 +47,7 @@ def make(**settings):
             {'grpo__max_num_gen_batches': 2, 'grpo__max_staleness': 1},
             ['grpo.max_num_gen_batches=2', 'grpo.max_staleness=1'],
         ),
+        ({'grpo__max_tool_calls': 3}, ['grpo.max_tool_calls=3', 'no effect', 'grpo.tools=()']),
         ({'grpo__max_num_gen_batches': 2, **GAE}, ['grpo.max_num_gen_batches=2', 'grpo.advantage_estimator=gae']),
     ],
 )

@@ -130,3 +130,14 @@ def test_no_curves_before_the_first_line(run_of):
 def test_diverged_run_reports_nonfinite_values(run_of):
     assert 'values are not finite' in training_curves(run_of('diverged'))
     assert 'values are not finite' not in training_curves(run_of('finished'))
+
+
+def test_a_run_without_finite_losses_has_no_chart_of_them(run_of):
+    """The chart of a run with rewards has no line for the unigram entropy, so it would be empty."""
+    (run,) = run_of('finished')
+    rewarded = [{**line, 'rollout/reward': 0.5} for line in run.history.metrics]
+    diverged = [{**line, 'train/loss': None, 'eval/loss': None} for line in rewarded]
+    for lines, has_chart in ((rewarded, True), (diverged, False)):
+        text = training_curves(make_runs([dataclasses.replace(run.history, metrics=lines)], workdirs.NOW))
+        assert ('Training and validation loss' in titles(text)) == has_chart
+        assert 'Gradient norm' in titles(text)

@@ -15,6 +15,7 @@ from maxlm.rl.generation.environment_sampler import Environments, seeded_example
 from maxlm.rl.generation.responses import Responses
 from maxlm.rl.rewards.prompts import Prompts
 from maxlm.rl.rollouts import RolloutBatches
+from maxlm.training.batch import OLD_VALUES
 from tests.small import small_config, small_layout
 from tests.waiting import until
 
@@ -289,3 +290,14 @@ def test_the_time_of_environments_is_counted(make):
         }
         assert metrics['rollout/tool_wait_seconds'] > 0
         assert metrics['rollout/hidden_tool_seconds'] >= 0
+
+
+def test_a_rollout_may_be_a_single_conversation(make, monkeypatch):
+    """PPO needs no group, so the log shows fewer responses than usual."""
+    settings = {'train__global_batch_size': 1, 'grpo__num_generations': 1, 'grpo__prompts_per_rollout': 1}
+    source, _ = make(0, grpo__advantage_estimator='gae', **settings)
+    values = {OLD_VALUES: np.zeros((1, T), np.float32)}
+    monkeypatch.setattr(source, '_passes', lambda state, batch: values)
+    update = source.prepare(1, types.SimpleNamespace(params=0))
+    assert len(update.samples) == 1
+    assert len(source._batches) == 1

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -264,3 +265,27 @@ def test_the_initial_state_is_compiled_with_fewer_optimizations(monkeypatch):
     state = checkpointing._random_state(config, layout)
     assert same(state, init_state(config, layout, compiler_options={'xla_backend_optimization_level': 3}))
     assert not same(state, of_flags)
+
+
+def test_a_run_with_other_data_forgets_the_arrays_of_its_source(monkeypatch, trained, caplog):
+    """Responses to other prompts would be trained on as responses to the present ones."""
+    config = config_on(2)
+    loaded = []
+    source = types.SimpleNamespace(
+        fingerprint=lambda config: {'prompts': 'a'},
+        load_state_arrays=loaded.append,
+        tokenizer_path=None,
+        follows_batch_size=False,
+    )
+    prepared = types.SimpleNamespace(config=config, layout=None, abstract=None)
+    context = types.SimpleNamespace(recorder=None, workdir=None)
+    manager = types.SimpleNamespace(latest_step=lambda: None)
+    checkpoints = checkpointing.RunCheckpoints(manager, prepared, source, context)
+    state, arrays = trained._replace(step=0), {'numbers': np.zeros((1, 4))}
+    for prompts in ('a', 'b'):
+        data = {**checkpoints._fingerprint, 'prompts': prompts}
+        monkeypatch.setattr(
+            checkpointing, 'restore_or_initialize', lambda *_, data=data, **__: (state, {}, arrays, data)
+        )
+        checkpoints.restore()
+    assert loaded == [arrays, {}]

@@ -143,3 +143,12 @@ def test_invalid_config_is_named(tmp_path, tokenizer, content):
 def test_no_config(tmp_path):
     with pytest.raises(InputError, match=r'config\.json: No such file .*choose a workdir of maxlm train'):
         read_config(tmp_path)
+
+
+def test_heads_of_an_objective_are_refused_by_the_key_that_sets_them(tmp_path, tokenizer):
+    """The config sets `model.value_head` itself, so another value of it would have no effect."""
+    ppo, rloo = (small_config(train__objective='grpo', grpo__advantage_estimator=name) for name in ('gae', 'rloo'))
+    assert ppo.model.value_head
+    assert not rloo.model.value_head
+    start(tmp_path, ppo, tokenizer)
+    refusal(tmp_path, rloo, tokenizer, 'grpo.advantage_estimator=gae', 'the config has rloo')

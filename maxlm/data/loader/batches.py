@@ -220,7 +220,7 @@ def check_same_data(stored: Mapping[str, Any], present: Mapping[str, Any], *, al
         logger.warning(f'resuming with different data (data.allow_dataset_change=True): {changes}')
 
 
-def fingerprint_changes(stored: dict[str, object], present: dict[str, object]) -> str:
+def fingerprint_changes(stored: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Returns the differences between two results of `TrainingData.fingerprint` as text; '' if they are equal."""
     return '; '.join(
         f'{name} was {stored.get(name)!r} and is {present.get(name)!r}'

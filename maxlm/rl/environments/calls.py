@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import resource
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,6 +18,18 @@ from maxlm.errors import InputError
 GRACE_SECONDS = 1.0
 # Number of calls that may ignore the limit before the run ends. A thread cannot be stopped.
 MAX_BLOCKED = 64
+# Largest limit of open files that the process sets. Some programs close all numbers up to their limit.
+MAX_FILES = 2**17
+
+
+def allow_open_files() -> None:
+    """Raises the limit of open files of this process as far as it may, because event loops have three of them each."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # macOS has a lower limit of its own.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class CallFailure(NamedTuple):
@@ -40,6 +54,14 @@ class ConversationLoop:
         finally:
             if self._is_closed:
                 self._loop.close()
+
+    def result(self, found: Any) -> Any:
+        """Returns `found`, or its result if it must be awaited."""
+
+        async def wait() -> Any:
+            return await found
+
+        return self.run(wait()) if inspect.isawaitable(found) else found
 
     def close(self) -> None:
         """Closes the loop, or lets a call that ignores the limit close it at its end."""
@@ -74,15 +96,21 @@ class EnvironmentCaller:
         """Returns the result of each call, or a CallFailure. Coroutines are awaited.
 
         Raises:
-            InputError: too many calls of this caller still run after their limit.
+            InputError: too many calls of this caller still run after their limit, or there are too many threads.
         """
         results: list[list[Any]] = [[] for _ in calls]
         threads = [
             threading.Thread(target=self._run, args=pair, name='environment', daemon=True)
             for pair in zip(calls, results, strict=True)
         ]
-        for thread in threads:
-            thread.start()
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:
+            raise InputError(
+                f'grpo.environment: this machine starts no more threads ({error}), and {len(calls)} conversations need '
+                'one each; raise its limit of processes, or lower grpo.prompts_per_rollout'
+            ) from error
         end = time.monotonic() + self._seconds + GRACE_SECONDS
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))

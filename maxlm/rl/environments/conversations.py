@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxlm.data.documents.messages import Message, normalize_message
+from maxlm.data.documents.tools import parse_tools
 from maxlm.rl.environments.calls import CallFailure, ConversationLoop, EnvironmentCall, EnvironmentCaller
 from maxlm.rl.environments.protocol import Environment, Trajectory
 from maxlm.rl.rewards.rewards import MAX_REWARD
@@ -89,7 +90,7 @@ class Conversations:
         running = [one for one in running if not one.failure]
         for one, tools in self._call('tools', running, lambda one: (getattr, (one.environment, 'tools', ()))):
             with self._checking(one, 'tools'):
-                one.tools = _json(list(tools or ()))
+                one.tools = parse_tools(_json(list(tools or ())))
         return [
             {'failure': one.failure} if one.failure else {'messages': [*one.messages], 'tools': one.tools}
             for one in self._all
@@ -132,7 +133,8 @@ class Conversations:
             turns: unfinished turn of the model by index of the conversation.
 
         Returns:
-            The `reward` and `scores` of each conversation, or its `failure`.
+            The `reward`, the `scores` and the names of the weights without a score of each conversation, or its
+            `failure`.
         """
         for index, message in turns.items():
             self._all[index].messages.append(message)
@@ -142,17 +144,23 @@ class Conversations:
             with self._checking(one, 'score'):
                 scores[id(one)] = _scores(found)
         running, totals = [one for one in running if not one.failure], {}
+        unused: dict[int, list[str]] = {}
         for one, weights in self._call('weights', running, lambda one: (getattr, (one.environment, 'weights', None))):
             with self._checking(one, 'weights'):
                 values = scores[id(one)]
                 given = dict.fromkeys(values, 1.0) if weights is None else _scores(weights)
                 weighted = sum(given.get(name, 0.0) * value for name, value in values.items())
+                unused[id(one)] = [name for name in given if name not in values]
                 totals[id(one)] = _number(weighted + sum(one.rewards), 'has a sum of rewards')
         self.end()
         return [
             {'failure': one.failure}
             if one.failure
-            else {'reward': totals[id(one)], 'scores': {**scores[id(one)], STEP_REWARDS: float(sum(one.rewards))}}
+            else {
+                'reward': totals[id(one)],
+                'scores': {**scores[id(one)], STEP_REWARDS: float(sum(one.rewards))},
+                'unused_weights': unused[id(one)],
+            }
             for one in self._all
         ]
 

@@ -153,6 +153,7 @@ class ConversationRollout:
             if 'failure' in one:
                 self._failures[row] = one_line(one['failure'])
         self._report(len(closed))
+        self._report_unused([one['unused_weights'] for one in closed if 'unused_weights' in one])
         names = dict.fromkeys(name for one in closed for name in one.get('scores', ()))
         return Scores(
             np.array([one.get('reward', 0.0) for one in closed], np.float32),
@@ -253,6 +254,15 @@ class ConversationRollout:
             logger.warning(f'a conversation failed and is not used for training: {reason}')
         if len(reasons) > SHOWN_FAILURES:
             logger.warning(f'{len(reasons)} of {count} conversations failed')
+
+    def _report_unused(self, names: Sequence[Sequence[str]]) -> None:
+        """Warns of weights for whose names no conversation has a score, such as misspelled ones."""
+        unused = set.intersection(*map(set, names)) if names else set()
+        if unused:
+            logger.warning(
+                f'grpo.environment={self._grpo.environment}: weights has {", ".join(sorted(unused))}, but score '
+                'returned no such name for any conversation of the rollout; check the names'
+            )
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.data.chat.encoder import ChatEncoder
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.errors import InputError
+from maxlm.rl.environments.calls import allow_open_files
 from maxlm.rl.environments.conversations import Conversations, SeededExample
 from maxlm.rl.environments.first_process import run_in_first_process
 from maxlm.rl.environments.loading import load_environment
@@ -55,9 +56,14 @@ class EnvironmentSampler:
             InputError: all conversations failed.
         """
         rollout = self.begin(starts, **sampling)
-        while not rollout.is_generated:
-            rollout.advance(self._timed(rollout.job), params)
-        scores = rollout.scores(self._timed(rollout.job))
+        try:
+            while not rollout.is_generated:
+                rollout.advance(self._timed(rollout.job), params)
+            scores = rollout.scores(self._timed(rollout.job))
+        except BaseException:
+            # Ctrl-C, too.
+            rollout.end()
+            raise
         responses = rollout.responses
         assert responses.environment is not None
         return responses._replace(environment=responses.environment._replace(scores=scores))
@@ -130,6 +136,7 @@ def open_environments(grpo: GrpoConfig, encoder: ChatEncoder | Tokenizer) -> Env
             f'grpo.environment={grpo.environment}: the model has no chat template; start from a model trained on '
             'conversations'
         )
+    allow_open_files()
     return Environments(load_environment(grpo), encoder)
 
 

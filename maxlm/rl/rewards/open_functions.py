@@ -14,17 +14,20 @@ from maxlm.sandbox.functions import FunctionPool, UserFunction
 
 
 def open_functions(grpo: GrpoConfig, stack: contextlib.ExitStack) -> FunctionPool | None:
-    """Returns the sandbox with the rewards and tools of the user; None without them or `grpo.sandbox_functions`.
+    """Returns the sandbox with the rewards and tools of the user; None without `grpo.sandbox_functions`.
 
     Raises:
-        InputError: a reward cannot be parsed, a function cannot be imported, or this machine cannot isolate untrusted
-            programs.
+        InputError: a reward cannot be parsed, there is no function or it cannot be imported, or this machine cannot
+            isolate untrusted programs.
     """
     if not grpo.sandbox_functions:
         return None
     found = dict.fromkeys([*_rewards(grpo), *map(tool_function, grpo.tools)])
     if not found:
-        return None
+        raise InputError(
+            f'grpo.sandbox_functions=True has no effect with grpo.reward={grpo.reward!r}, because no reward and no '
+            'tool is a function of the user; remove the key'
+        )
     functions = stack.enter_context(FunctionPool(list(found)))
     logger.info(f'{", ".join(function.name for function in found)} run in a {functions}')
     return functions

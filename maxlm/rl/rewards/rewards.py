@@ -50,8 +50,8 @@ Functions = FunctionPool | RewardProcess | RewardProcesses
 DEFAULT_TOLERANCE = 1e-6
 # The parser's memory grows with the length of the program.
 MAX_PROGRAM_CHARS = 1 << 20
-# Sums and variances of rewards in float32 must be finite.
-MAX_REWARD = 1e9
+# Sums and variances of rewards in float32 must be finite, also with the largest weight.
+MAX_REWARD, MAX_WEIGHT = 1e9, 1e6
 
 
 def require_key(task: Task, key: str, reward: str) -> Any:
@@ -347,5 +347,7 @@ def parse_reward(text: str, *, is_imported: bool = True) -> RewardSum:
         if name in weights:
             raise InputError(f'reward {text!r}: {name} occurs twice; add its weights')
         weights[name] = float(weight or 1) * (-1 if sign == '-' else 1)
+        if abs(weights[name]) > MAX_WEIGHT:
+            raise InputError(f'reward {text!r}: the weight of {name} is {weight}; use at most {MAX_WEIGHT:g}')
         position = match.end()
     return RewardSum(weights)

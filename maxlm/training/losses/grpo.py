@@ -29,7 +29,7 @@ class PolicySums(NamedTuple):
         tokens: number of predicted tokens.
         clipped: number of tokens whose probability ratio is clipped.
         entropy: Σ entropy of the softmax.
-        old_kl: Σ estimated KL divergence from the policy that sampled the token.
+        old_kl: Σ estimated KL divergence of the policy that sampled the token from the trained one, by k3.
         reference_kl: Σ estimated KL divergence from the reference.
         importance: Σ importance weight.
         truncated: number of tokens whose importance weight is truncated.
@@ -186,7 +186,8 @@ def policy_sums(
         tokens=total(predicted_BT),
         clipped=total(is_clipped_BT.astype(jnp.float32)),
         entropy=total(entropies_BT),
-        old_kl=total(kl_divergence(old_log_ratio_BT, 'k3')),
+        # The other policy sampled the tokens.
+        old_kl=total(kl_divergence(-old_log_ratio_BT, 'k3')),
         reference_kl=total(reference_kl_BT),
         importance=total(importance_BT),
         truncated=total(truncated_BT),

@@ -66,6 +66,7 @@ def test_turns_rewards_and_scores():
     assert [one['reward'] for one in found] == [2.5, 3.0, 1.5, 0.0]
     assert found[2]['scores'] == {'done': 0.0, 'seed': 7.0, 'length': 7.0, 'step_rewards': 1.5}
     assert found[3]['scores']['length'] == 2
+    assert [one['unused_weights'] for one in found] == [['absent']] * 4
 
 
 def test_conversations_run_at_the_same_time():
@@ -193,3 +194,27 @@ def test_environments_that_are_created_after_the_end_are_closed():
     event.set()
     thread.join(SECONDS)
     assert Slow.closed == 2
+
+
+def test_descriptions_of_tools_are_objects():
+    class Tools(Counter):
+        tools = ({'name': 'add', 'parameters': {}}, 'add')
+
+    assert (
+        "tools returned a bad value: 'tools[1]' is a text that is not JSON"
+        in start({}, create=Tools).open()[0]['failure']
+    )
+    Tools.tools = Tools.tools[:1]
+    (tool,) = start({}, create=Tools).open()[0]['tools']
+    assert tool == {'type': 'function', 'function': {'name': 'add', 'parameters': {}}}
+
+
+def test_too_many_threads_are_one_line(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, 'start', refuse)
+    with pytest.raises(
+        InputError, match=r"starts no more threads \(can't start new thread\), and 2 conversations need"
+    ):
+        start({}, {}).open()

@@ -21,7 +21,7 @@ from maxlm.rl.generation.environment_sampler import (
 )
 from maxlm.rl.generation.rollout_generator import Sampler
 from maxlm.rl.generation.timed_environment import Stopwatch
-from maxlm.rl.generation.turns import TurnSampler
+from maxlm.rl.generation.turns import Turns, TurnSampler
 from maxlm.rl.rollout_batch import response_rows, with_advantages
 from maxlm.training.state import init_state
 from tests.cli.runs.test_train import curve, params_of, same
@@ -98,6 +98,30 @@ def draw(sampled, *texts):
     *_, params, sampler = sampled
     starts = seeded_examples([{'text': text} for text in texts], seed=0)
     return sampler(params, starts, seed=0, num_samples=SAMPLES)
+
+
+def test_weights_without_a_score_are_reported(sampled, monkeypatch, caplog):
+    words = 'weights has turn, but score returned no such name for any conversation'
+    for weights, warns in (({'turn': 1.0}, True), ({'turns': 1.0}, False)):
+        caplog.clear()
+        monkeypatch.setattr(Recorder, 'weights', weights, raising=False)
+        draw(sampled, 'abc', 'no')
+        assert (words in caplog.text) == warns
+
+
+def test_an_interrupted_rollout_closes_its_environments(sampled, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def close(environment):
+        closed.append(environment)
+
+    closed = []
+    monkeypatch.setattr(Recorder, 'close', close, raising=False)
+    monkeypatch.setattr(Turns, 'generate', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        draw(sampled, 'abc', 'no')
+    assert len(set(closed)) == 2 * SAMPLES
 
 
 def test_tokens_are_those_of_the_model_and_of_the_template(sampled):

@@ -13,7 +13,7 @@ import pytest
 
 from maxlm.config.sections.posttraining import GrpoConfig
 from maxlm.errors import InputError
-from maxlm.rl.rewards.open_functions import open_reward_processes
+from maxlm.rl.rewards.open_functions import open_functions, open_reward_processes
 from maxlm.rl.rewards.reward_process import RewardProcess
 from maxlm.rl.rewards.reward_processes import RewardProcesses
 from maxlm.rl.rewards.rewards import UserRewardError, user_function
@@ -132,6 +132,12 @@ def test_only_rewards_in_the_background_need_the_process(name):
         {'reward': name, 'max_staleness': 1, 'sandbox_functions': True},
     ):
         assert open_reward_processes(GrpoConfig(**settings), None) is None
+
+
+def test_a_sandbox_without_functions_is_refused():
+    with pytest.raises(InputError, match=r"grpo.sandbox_functions=True has no effect with grpo.reward='exact'"):
+        open_functions(GrpoConfig(sandbox_functions=True), None)
+    assert open_functions(GrpoConfig(), None) is None
 
 
 def test_several_processes_work_at_the_same_time(tmp_path, monkeypatch):

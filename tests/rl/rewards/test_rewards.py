@@ -119,6 +119,8 @@ def test_a_sum_is_parsed(text, weights):
         ('numeric*2', r"at '\*2'"),
         ('2', "at '2'"),
         ('exec("x")', 'unknown reward'),
+        ('format - 1e400*numeric', 'the weight of numeric is 1e400; use at most 1e'),
+        ('2e6*numeric', 'the weight of numeric is 2e6'),
     ],
 )
 def test_an_invalid_sum_is_rejected(text, message):

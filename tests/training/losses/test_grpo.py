@@ -148,7 +148,7 @@ def test_decoupled_loss_equals_a_table(loss_type):
     np.testing.assert_allclose(gradient[0], slope, rtol=1e-5)
     np.testing.assert_allclose([sums.importance, sums.truncated], [importance, truncated], rtol=1e-5)
     # The KL divergence from the policy that sampled the tokens does not depend on the proximal policy.
-    np.testing.assert_allclose(sums.old_kl, (np.exp(old - new) - 1 - (old - new)).sum(), rtol=1e-5)
+    np.testing.assert_allclose(sums.old_kl, (np.exp(new - old) - 1 - (new - old)).sum(), rtol=1e-5)
     # Negative controls: the synchronous loss, and another cap.
     plain = decoupled(new, None, config=dataclasses.replace(config, max_staleness=0), old=old)[0]
     other = decoupled(new, proximal, config=dataclasses.replace(config, importance_sampling_cap=4.0), old=old)[0]
