@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from maxlm.data.documents.tool_calls import parse_arguments
-from maxlm.inference.engine.json_schemas import without_unknown_formats
 from maxlm.storage.json_text import parse_json, to_json
 
 BEGIN, END = '<tool_call>', '</tool_call>'
@@ -58,7 +57,7 @@ def call_grammar(functions: Mapping[str, Mapping[str, Any]], *, is_required: boo
 def _call_rule(name: str, arguments: Mapping[str, Any]) -> str:
     """Returns the content of a grammar rule for the calls of one function."""
     before = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
-    schema = json.dumps({**without_unknown_formats(arguments), 'x-guidance': _WHITESPACE}, ensure_ascii=False)
+    schema = json.dumps({**arguments, 'x-guidance': _WHITESPACE}, ensure_ascii=False)
     return f'{before} %json {schema} "}}"'
 
 

@@ -15,6 +15,7 @@ from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.tool_calls import call_grammar
+from maxlm.serving.schema.tools import Tool, call_options
 from tests.inference.engine.matchers import start
 from tests.inference.engines import DEAD_END, GREEDY, PROMPTS, engine, generate, requests_of
 
@@ -192,8 +193,9 @@ def test_unknown_formats_are_annotations(of_tools):
         if not of_tools:
             return allows(json_grammar(schema), json.dumps(value, separators=(',', ':')))
         call = json.dumps({'name': 'f', 'arguments': value})
-        grammar = call_grammar({'f': schema}, is_required=True, is_single=True)
-        return allows(grammar, f'<tool_call>\n{call}\n</tool_call>')
+        tools = [Tool.model_validate({'type': 'function', 'function': {'name': 'f', 'parameters': schema}})]
+        options = call_options(tools, 'required', False)
+        return allows(options.grammar, f'<tool_call>\n{call}\n</tool_call>')
 
     assert is_allowed()
     assert not is_allowed(format='abcd')
