@@ -349,7 +349,7 @@ def _engine_request(
             prompt=tuple(ids),
             max_tokens=min(available, max_allowed or available) if limit is None else limit,
             sampling=_sampling(api_request),
-            seed=secrets.randbelow(MAX_SEED + 1) if api_request.seed is None else api_request.seed,
+            seed=secrets.randbelow(MAX_SEED + 1) if api_request.seed is None else api_request.seed & MAX_SEED,
             num_samples=api_request.n or 1,
             stops=api_request.stops,
             top_log_probs=top_log_probs,

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from maxlm.data.tokenizer.byte_and_char import spelled_bytes
 from maxlm.data.tokenizer.tokenizer import Tokenizer
 from maxlm.inference.detokenizer import TextStream
 from maxlm.inference.engine.requests import Delta, GeneratedToken, PromptScores
@@ -26,6 +27,16 @@ class Token(NamedTuple):
 
     text: str
     bytes: list[int] | None
+
+    @property
+    def name(self) -> str:
+        """The text, or for a partial character with known bytes `bytes:\\xe2\\x82`, as in OpenAI's API.
+
+        Partial characters have the same text, and a client must not take one for another.
+        """
+        if self.bytes is None or _REPLACEMENT not in self.text:
+            return self.text
+        return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in self.bytes)
 
 
 class TokenDecoder:
@@ -45,7 +56,10 @@ class TokenDecoder:
         text = tokenizer.decode([token_id, token_id])[len(tokenizer.decode([token_id])) :]
         if _REPLACEMENT not in text:
             return Token(text, list(text.encode()))
-        return Token(text, [token_id] if tokenizer.kind == 'bytes' and token_id < 256 else None)
+        decoded = tokenizer.decode([token_id])
+        spelled = spelled_bytes(tokenizer.spelling(token_id))
+        found = next((each for each in spelled if each.decode(errors='replace') == decoded), None)
+        return Token(text, None if found is None else list(found))
 
 
 def _chat_log_probs(token_decoder: TokenDecoder, tokens: Iterable[GeneratedToken]) -> dict[str, Any]:
@@ -116,19 +130,19 @@ class _CompletionLogProbs:
                 yield self._row(token_id, log_prob, zip(top_ids, top_log_probs, strict=True), place)
             else:
                 # Nothing precedes the first token.
-                yield self._token_decoder.decode(token_id).text, None, None, place
+                yield self._token_decoder.decode(token_id).name, None, None, place
             offset += len(stream.add(token_id)) if index >= num_hidden else 0
 
     def _row(
         self, token_id: int, log_prob: float, top: Iterable[tuple[int, float]], offset: int
     ) -> tuple[str, float, dict[str, float], int]:
         """Returns the entries of a token. The most likely tokens include it, as in OpenAI's API."""
-        text, likely = self._token_decoder.decode(token_id).text, dict[str, float]()
+        name, likely = self._token_decoder.decode(token_id).name, dict[str, float]()
         for other_id, value in top:
-            # Partial characters have the same text. The most likely one comes first.
-            likely.setdefault(self._token_decoder.decode(other_id).text, _finite(value))
-        likely.setdefault(text, _finite(log_prob))
-        return text, _finite(log_prob), likely, offset
+            # Partial characters without known bytes have the same name. The most likely one comes first.
+            likely.setdefault(self._token_decoder.decode(other_id).name, _finite(value))
+        likely.setdefault(name, _finite(log_prob))
+        return name, _finite(log_prob), likely, offset
 
 
 class ResponseBuilder:

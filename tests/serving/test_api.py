@@ -265,6 +265,10 @@ def test_parameters_reach_the_engine(ask, engine):
         ask(kind, temperature=1)
         assert engine.last_request.sampling == Sampling()
         assert (engine.last_request.stops, engine.last_request.ignore_eos) == ((), False)
+    # OpenAI's seeds have 64 bits.
+    for seed, of_engine in {-1: 2**32 - 1, -(2**63): 0, 2**63 - 1: 2**32 - 1, 5 * 2**32 + 3: 3}.items():
+        ask('chat', seed=seed, max_tokens=1)
+        assert engine.last_request.seed == of_engine
     ask('chat', max_tokens=None, max_completion_tokens=9)
     assert engine.last_request.max_tokens == 9
 
@@ -289,7 +293,7 @@ TOOLS = [{'type': 'function', 'function': {'name': 'f'}}]
         ('chat', {'top_p': 0}, 'top_p', 'greater than 0'),
         ('chat', {'n': 129}, 'n', 'less than or equal to 128'),
         ('chat', {'n': 0}, 'n', 'greater than or equal to 1'),
-        ('chat', {'seed': -1}, 'seed', 'greater than or equal to 0'),
+        ('chat', {'seed': 2**63}, 'seed', 'less than 9223372036854775808'),
         ('chat', {'max_tokens': 10**6}, 'messages', 'the context length is 512 tokens'),
         ('chat', {'max_tokens': 3, 'max_completion_tokens': 4}, 'max_tokens', 'differ'),
         ('chat', {'messages': []}, 'messages', 'at least 1 item'),

@@ -1,12 +1,14 @@
 """Log-probabilities of completions: text offsets, end tokens and tokens with equal texts."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 import tokenizers
 
-from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+from maxlm.data.tokenizer.byte_and_char import byte_spelling
+from maxlm.data.tokenizer.tokenizer import Tokenizer, bytes_tokenizer, train_bpe
 from maxlm.inference.engine.requests import Delta, GeneratedToken, PromptScores
 from maxlm.serving.responses import ResponseBuilder, TokenDecoder, usage
 
@@ -116,7 +118,7 @@ def test_offsets_are_places_in_the_text(text, answer, offsets):
     assert choice['logprobs']['text_offset'] == offsets
     assert choice['text'] == text + answer
     for start, name in zip(offsets, choice['logprobs']['tokens'], strict=True):
-        assert name in (choice['text'][start], '\ufffd')
+        assert name == choice['text'][start] or name.startswith('bytes:')
 
 
 @pytest.mark.parametrize(
@@ -145,9 +147,49 @@ def test_the_end_token_is_listed_but_not_part_of_the_text():
 
 
 def test_the_likeliest_of_tokens_with_equal_texts_is_reported():
-    top = ((0xC3, -0.5), (0xC4, -2.0))
-    tokens = (token(0xC5, -3.0, top), token(97, -math.inf, top))
-    lists = response_to((97, 97), '', [Delta(0, '', tokens, 'length')])['logprobs']
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({'x': 0, 'y': 1, 'z': 2, '<|endoftext|>': 3}))
+    library.decoder = tokenizers.decoders.Replace('y', 'x')
+    library.add_special_tokens(['<|endoftext|>'])
+    top = ((0, -0.5), (1, -2.0))
+    tokens = (token(1, -2.0, top), token(2, -math.inf, top))
+    lists = response_to((0, 0), '', [Delta(0, '', tokens, 'length')], Tokenizer(library))['logprobs']
     # lm-eval compares the log-probability with the largest one.
-    assert lists['top_logprobs'] == [{'\ufffd': -0.5}, {'\ufffd': -0.5, 'a': -9999.0}]
-    assert lists['token_logprobs'] == [-3.0, -9999.0]
+    assert lists['top_logprobs'] == [{'x': -0.5}, {'x': -0.5, 'z': -9999.0}]
+    assert lists['token_logprobs'] == [-2.0, -9999.0]
+
+
+def byte_fallback_tokenizer():
+    """Returns a tokenizer whose unknown characters are bytes, as in SentencePiece."""
+    names = ['<unk>', '<|endoftext|>', '▁a', *(f'<0x{byte:02X}>' for byte in range(256))]
+    model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True, unk_token='<unk>')
+    library = tokenizers.Tokenizer(model)
+    steps = [tokenizers.decoders.Replace('▁', ' '), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    library.decoder = tokenizers.decoders.Sequence(steps)
+    library.add_special_tokens(['<|endoftext|>'])
+    return Tokenizer(library)
+
+
+@pytest.mark.parametrize(
+    'tokenizer', [TOKENIZER, train_bpe(['é€😀' * 9], 259), byte_fallback_tokenizer()], ids=['bytes', 'bpe', 'fallback']
+)
+def test_partial_characters_have_bytes_and_different_names(tokenizer):
+    """Clients join the bytes of tokens to text, as OpenAI's reference of the API describes."""
+    decoder, text = TokenDecoder(tokenizer), 'é€😀'
+    decoded = [decoder.decode(int(i)) for i in tokenizer.encode_batch([text])[0]]
+    assert any(token.text != bytes(token.bytes).decode(errors='ignore') for token in decoded)
+    assert bytes(byte for token in decoded for byte in token.bytes).decode() == text
+    top = tuple((int(tokenizer.encode_batch([character])[0][0]), -1.0 - i) for i, character in enumerate('å€😀'))
+    (found,) = response_to((0,), '', [Delta(0, '', (token(top[2][0], -3.0, top),), 'length')], tokenizer)['logprobs'][
+        'top_logprobs'
+    ]
+    assert found == {'bytes:\\xc3': -1.0, 'bytes:\\xe2': -2.0, 'bytes:\\xf0': -3.0}
+
+
+@pytest.mark.parametrize('encoded', [b'\xa9\xc3', b'x\xe2\x82'])
+def test_bytes_of_tokens_with_parts_of_two_characters(encoded):
+    library = tokenizers.Tokenizer.from_str(TOKENIZER.to_json())
+    fields = json.loads(library.to_str())
+    fields['model']['vocab'][''.join(byte_spelling()[byte] for byte in encoded)] = 256
+    fields['added_tokens'][0]['id'] = 257
+    decoder = TokenDecoder(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(fields))))
+    assert decoder.decode(256).bytes == list(encoded)

@@ -89,6 +89,7 @@ RESERVED = frozenset(
 _SPECIAL = re.compile(r'<\|[^<>|\s]+\|>|<(?:start|end)_of_turn>')
 # Prefix that `set_variables` writes.
 _SET = re.compile(r'(?:\{%- set \w+ = "(?:[^"\\\n]|\\.)*" %\}\n)*')
+_DEVELOPER = 'developer'
 # Maximum number of characters of a template, far more than known models use.
 _MAX_SOURCE = 4 << 20
 
@@ -164,7 +165,7 @@ class ChatTemplate:
         if reserved := sorted(set(template_kwargs or {}) & RESERVED):
             raise ChatError(f'the template variable {reserved[0]} cannot be set by the caller; remove it')
         return self._template.render(
-            messages,
+            self._with_known_roles(messages),
             special=special,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
@@ -183,7 +184,17 @@ class ChatTemplate:
             ChatError: the template fails as in `render`, a message cannot be located, or a turn has no special token
                 at its end.
         """
-        return self._template.render_with_spans(messages, special=special, tools=tools)
+        return self._template.render_with_spans(self._with_known_roles(messages), special=special, tools=tools)
+
+    def _with_known_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns the messages, with the role `system` instead of `developer` unless the template names the latter.
+
+        OpenAI renamed the role. Templates that do not know the new name omit the message or show a name that their
+        model has never seen. llama.cpp replaces it too.
+        """
+        if _DEVELOPER in self.source:
+            return list(messages)
+        return [{**message, 'role': 'system'} if message.get('role') == _DEVELOPER else message for message in messages]
 
     def end_of_turn(self, special: Sequence[str]) -> str:
         """Returns the special token that ends a turn of the assistant.

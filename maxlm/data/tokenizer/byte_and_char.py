@@ -6,7 +6,8 @@ same ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tokenizers
@@ -16,6 +17,8 @@ from maxlm.data.tokenizer.special_tokens import END_OF_DOCUMENT
 
 UNKNOWN = '<|unk|>'
 NUM_BYTES = 256
+# Byte of a SentencePiece vocabulary with byte fallback.
+_FALLBACK = re.compile(r'<0x([0-9A-F]{2})>')
 
 
 def byte_spelling() -> dict[int, str]:
@@ -26,6 +29,23 @@ def byte_spelling() -> dict[int, str]:
     for byte in range(NUM_BYTES):
         spelling.setdefault(byte, chr(256 + len(spelling) - len(kept)))
     return spelling
+
+
+def spelled_bytes(token: str) -> Iterator[bytes]:
+    """Yields the bytes that the notation of a token in `tokenizer.json` can stand for.
+
+    Args:
+        token: token of byte-level BPE, or of a SentencePiece vocabulary with byte fallback, such as `<0xE2>`.
+
+    Examples:
+        >>> list(spelled_bytes('Ã')), list(spelled_bytes('<0xE2>'))
+        ([b'\\xc3'], [b'<0xE2>', b'\\xe2'])
+    """
+    byte_of = {character: byte for byte, character in byte_spelling().items()}
+    if all(character in byte_of for character in token):
+        yield bytes(byte_of[character] for character in token)
+    if match := _FALLBACK.fullmatch(token):
+        yield bytes.fromhex(match[1])
 
 
 def bytes_library() -> tokenizers.Tokenizer:

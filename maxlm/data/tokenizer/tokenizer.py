@@ -186,6 +186,10 @@ class Tokenizer:
         """Returns the text of each id in the notation of `tokenizer.json`. Ids may have gaps."""
         return {index: token for token, index in self._library.get_vocab(with_added_tokens=True).items()}
 
+    def spelling(self, index: int) -> str:
+        """Returns a token in the notation of `tokenizer.json`; '' for an id without a token."""
+        return self._library.id_to_token(index) or ''
+
     @functools.cached_property
     def ids_sha256(self) -> str:
         """Returns the SHA-256 of the mapping from text to ids, which includes the tokens that are marked as special."""

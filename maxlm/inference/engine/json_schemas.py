@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from maxlm.errors import InputError
@@ -12,10 +13,15 @@ MAX_SCHEMA_CHARACTERS = 2**18
 # Number of characters of a string, such as `const` and `pattern`, and of elements of a list or object.
 MAX_STRING_CHARACTERS = 2**13
 MAX_ELEMENTS = 2**12
+# Formats of strings that llguidance enforces.
+_FORMATS = frozenset(['date', 'date-time', 'duration', 'email', 'hostname', 'ipv4', 'ipv6', 'time', 'uri', 'uuid'])
+# Keywords whose values are data, and those whose values are schemas by name.
+_DATA = frozenset(['const', 'default', 'enum', 'example', 'examples'])
+_BY_NAME = frozenset(['$defs', 'definitions', 'dependentSchemas', 'patternProperties', 'properties'])
 
 
 def schema_text(schema: Any, name: str) -> str:
-    """Returns the JSON text of a schema.
+    """Returns the JSON text of a schema, `without_unknown_formats`.
 
     Args:
         schema: JSON schema.
@@ -38,8 +44,29 @@ def schema_text(schema: Any, name: str) -> str:
     for _ in range(MAX_DEPTH + 1):
         level = [pair for key, value in level for pair in _children(key, value, name)]
         if not level:
-            return text
+            return json.dumps(without_unknown_formats(schema))
     raise InputError(f'{name}: the schema is nested deeper than {MAX_DEPTH} levels; use fewer levels')
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Returns a schema without formats that llguidance does not know, which are errors there.
+
+    Formats are annotations by default (JSON Schema 2020-12, "Validation", 7.2.1), and generators of schemas write their
+    own, such as `password` and `nanoid`.
+    """
+    if isinstance(schema, list):
+        return [without_unknown_formats(child) for child in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _DATA:
+            found[key] = value
+        elif key in _BY_NAME and isinstance(value, Mapping):
+            found[key] = {name: without_unknown_formats(child) for name, child in value.items()}
+        elif key != 'format' or not isinstance(value, str) or value in _FORMATS:
+            found[key] = without_unknown_formats(value)
+    return found
 
 
 def _children(key: str, value: Any, name: str) -> list[tuple[str, Any]]:

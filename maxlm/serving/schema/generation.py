@@ -104,7 +104,9 @@ class RequestBase(RequestObject):
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description='Amount subtracted from the logits per occurrence of a token in the choice.'
     )
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description='Seed of the samples. Default: random.')
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description='Seed of the samples, of which the low 32 bits count. Default: random.'
+    )
     # Validated by `stops`.
     stop: Annotated[Any, WithJsonSchema(OPTIONAL_TEXTS_SCHEMA)] = Field(
         None, description=f'A string or up to {MAX_STOPS} strings that end a choice and are not part of it.'

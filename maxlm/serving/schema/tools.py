@@ -11,7 +11,7 @@ from pydantic import Field
 from maxlm.data.documents.tools import parse_tools
 from maxlm.errors import InputError
 from maxlm.inference.engine.grammar import json_grammar
-from maxlm.inference.engine.json_schemas import MAX_SCHEMA_CHARACTERS
+from maxlm.inference.engine.json_schemas import MAX_SCHEMA_CHARACTERS, without_unknown_formats
 from maxlm.inference.tool_calls import call_grammar
 from maxlm.serving.schema.base import RequestObject
 from maxlm.serving.schema.errors import ApiError
@@ -104,7 +104,8 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
         shown = parse_tools([tool.model_dump(exclude_none=True) for tool in tools or ()])
     except ValueError as error:
         raise ApiError(400, str(error), param='tools') from error
-    schemas = {tool['function']['name']: tool['function'].get('parameters', _NO_ARGUMENTS) for tool in shown}
+    functions = [tool['function'] for tool in shown]
+    schemas = {each['name']: without_unknown_formats(each.get('parameters', _NO_ARGUMENTS)) for each in functions}
     is_required = choice == 'required' or named is not None
     parts: dict[str, str] = {}
     for index, (name, schema) in enumerate(schemas.items()):

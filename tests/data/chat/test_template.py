@@ -79,6 +79,33 @@ def test_texts_match_transformers(source, prompt):
         )
 
 
+# Both follow published templates: Qwen2.5's shows no role that it does not know, and gpt-oss's knows the role.
+SYSTEM_ONLY = (
+    "{%- for m in messages %}{%- if m.role in ['system', 'user', 'assistant'] %}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+)
+WITH_DEVELOPER = SYSTEM_ONLY.replace("'system'", "'system', 'developer'")
+
+
+@pytest.mark.parametrize('source', [SYSTEM_ONLY, CHATML, LLAMA3])
+def test_a_developer_is_the_system_of_templates_without_this_role(source):
+    template = make_template(source)
+    messages = {role: [{'role': role, 'content': 'Be brief.'}, *TURNS] for role in ('developer', 'system')}
+    rendered = {role: template.render(each, special=SPECIAL).text for role, each in messages.items()}
+    assert 'Be brief.' in rendered['system']
+    assert rendered['developer'] == rendered['system']
+    spans = {role: template.render_with_spans(each, special=SPECIAL) for role, each in messages.items()}
+    assert spans['developer'] == spans['system']
+    assert messages['developer'][0]['role'] == 'developer'
+
+
+def test_templates_may_have_the_role_of_a_developer():
+    messages = [{'role': 'developer', 'content': 'Be brief.'}, *TURNS]
+    found = make_template(WITH_DEVELOPER).render(messages, special=SPECIAL).text
+    assert found == render_with_transformers(WITH_DEVELOPER, messages)
+    assert 'developer' in found
+
+
 def test_tools_match_transformers():
     call = {'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1, 'text': '<ü>'}}}
     messages = [

@@ -15,6 +15,7 @@ from maxlm.inference.engine.grammar import json_grammar
 from maxlm.inference.engine.requests import Request
 from maxlm.inference.sampling import Sampling
 from maxlm.inference.tool_calls import call_grammar
+from maxlm.serving.schema.tools import Tool, call_options
 from tests.inference.engine.matchers import start
 from tests.inference.engines import DEAD_END, GREEDY, PROMPTS, engine, generate, requests_of
 
@@ -162,6 +163,44 @@ def test_added_tokens_that_are_not_special_are_text(token, is_special):
         assert allowed(matcher, added)
         assert not allowed(matcher, special)
         assert matcher.accept(added)
+
+
+def allows(grammar, text):
+    tokenizer = bytes_tokenizer()
+    matcher = start(tokenizer, grammar)
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(tokenizer.end_of_document)
+
+
+@pytest.mark.parametrize('of_tools', [False, True], ids=['response', 'tools'])
+def test_unknown_formats_are_annotations(of_tools):
+    """JSON Schema 2020-12, "Validation", 7.2.1. Known formats stay, and so do similar data and names."""
+    password = {'type': 'string', 'format': 'password', 'maxLength': 3}
+    schema = {
+        'type': 'object',
+        'properties': {
+            'format': {'$ref': '#/$defs/format'},
+            'const': {'anyOf': [{'type': ['string', 'null'], 'format': 'nanoid'}]},
+            'c': {'const': {'format': 'color'}},
+            'd': {'type': 'string', 'format': 'date'},
+        },
+        'required': ['format', 'const', 'c', 'd'],
+        'additionalProperties': False,
+        '$defs': {'format': password},
+    }
+
+    def is_allowed(**changes):
+        value = {'format': 'abc', 'const': 'x', 'c': {'format': 'color'}, 'd': '2026-01-31', **changes}
+        if not of_tools:
+            return allows(json_grammar(schema), json.dumps(value, separators=(',', ':')))
+        call = json.dumps({'name': 'f', 'arguments': value})
+        tools = [Tool.model_validate({'type': 'function', 'function': {'name': 'f', 'parameters': schema}})]
+        options = call_options(tools, 'required', False)
+        return allows(options.grammar, f'<tool_call>\n{call}\n</tool_call>')
+
+    assert is_allowed()
+    assert not is_allowed(format='abcd')
+    assert not is_allowed(d='2026-01-3x')
+    assert not is_allowed(c={})
 
 
 def test_invalid_grammars_are_rejected():
