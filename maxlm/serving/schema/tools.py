@@ -104,8 +104,7 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
         shown = parse_tools([tool.model_dump(exclude_none=True) for tool in tools or ()])
     except ValueError as error:
         raise ApiError(400, str(error), param='tools') from error
-    functions = [tool['function'] for tool in shown]
-    schemas = {each['name']: without_unknown_formats(each.get('parameters', _NO_ARGUMENTS)) for each in functions}
+    schemas = {tool['function']['name']: tool['function'].get('parameters', _NO_ARGUMENTS) for tool in shown}
     is_required = choice == 'required' or named is not None
     parts: dict[str, str] = {}
     for index, (name, schema) in enumerate(schemas.items()):
@@ -119,7 +118,7 @@ def call_options(tools: Sequence[Tool] | None, choice: Any, parallel: bool | Non
             400, f'tools: all parameters together have more than {MAX_SCHEMA_CHARACTERS} characters', param='tools'
         )
     grammar = call_grammar(
-        schemas if named is None else {named: schemas[named]},
+        {name: without_unknown_formats(schemas[name]) for name in (schemas if named is None else [named])},
         is_required=is_required,
         is_single=parallel is False or named is not None,
     )
