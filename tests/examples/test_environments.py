@@ -53,7 +53,8 @@ def test_the_calculator_computes_one_operation(expression, result):
 def test_the_reward_of_the_calculator_is_that_of_the_answer():
     example = {'expression': '2+3*4'}
     calls = say('', '{"expression": "3*4"}'), say('', '{"expression": "2+12"}')
-    assert play(Calculator, example, *calls, say('14')) == {'reward': 1.0, 'scores': {'calls': 2, 'step_rewards': 1.0}}
+    right = play(Calculator, example, *calls, say('14'))
+    assert (right['reward'], right['scores']) == (1, {'calls': 2, 'step_rewards': 1})
     assert play(Calculator, example, *calls, say('20'))['reward'] == 0
     malformed = [say('', text) for text in ('', '[]', '{"expression": 1}', '{"x": "3*4"}')]
     assert play(Calculator, example, *malformed, say('14'))['reward'] == 1
