@@ -6,7 +6,7 @@ import re
 import pytest
 
 from maxlm.serving.limits import ServerLimits
-from maxlm.serving.schema.generation import RequestBase
+from maxlm.serving.schema.generation import MAX_SEED, RequestBase
 from tests.serving.fake_engine import DETAILS, FakeEngine, served_by
 from tests.serving.pages.chat_tab import finished, send, set_up, with_page
 from tests.serving.serving_thread import ServerThread
@@ -255,8 +255,11 @@ def test_sampling_settings_reach_the_engine(tab, engine):
 
 def test_the_ranges_of_the_settings_are_those_of_the_server(tab, engine):
     schema = RequestBase.model_json_schema()['properties']
+    # Of a seed, the low 32 bits count.
+    ranges = {name: each['anyOf'][0] for name, each in schema.items() if 'anyOf' in each}
+    ranges['seed'] = {'minimum': 0, 'maximum': MAX_SEED}
     for name in ('temperature', 'top_p', 'top_k', 'min_p', 'seed', 'max_tokens'):
-        allowed = schema[name]['anyOf'][0]
+        allowed = ranges[name]
         low, high, step = tab.run(
             f'(({{ min, max, step }}) => [min, max, step])(document.querySelector("[name={name}]"))'
         )
