@@ -92,7 +92,7 @@ def line_of(staleness: str, result: dict[str, Any]) -> str:
     """Formats a result in one line."""
     first, last = result['accuracies'][0][1], result['accuracies'][-1][1]
     return (
-        f'staleness {staleness:<3} {result["seconds"]:.0f} s, reward +{result["gain_per_hour"]:.2f} per hour, '
+        f'staleness {staleness:<3} {result["seconds"]:.0f} s, reward {result["gain_per_hour"]:+.2f} per hour, '
         f'accuracy {first:.3f} → {last:.3f}; rewards {result["reward_seconds"]:.0f} s, of which '
         f'{result["hidden_seconds"]:.0f} s hidden; the devices waited {result["wait_seconds"]:.0f} s'
     )

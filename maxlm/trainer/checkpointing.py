@@ -75,7 +75,7 @@ class RunCheckpoints:
                 fingerprint=self._fingerprint,
                 follows=(GLOBAL_BATCH,) if self._source.follows_batch_size else (),
             )
-        # After a permitted change, they belong to other data.
+        # After a permitted change of the data, the arrays belong to the former data.
         self._source.load_state_arrays({} if fingerprint_changes(data, self._fingerprint) else source)
         # Used for workdirs without metrics.
         self.best_loss = float(history.get('best_loss', math.inf))

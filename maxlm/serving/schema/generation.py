@@ -105,7 +105,7 @@ class RequestBase(RequestObject):
         None, ge=-2, le=2, description='Amount subtracted from the logits per occurrence of a token in the choice.'
     )
     seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description='Seed of the samples, of which the low 32 bits count. Default: random.'
+        None, ge=-(2**63), lt=2**63, description='Seed of the samples; only its low 32 bits are used. Default: random.'
     )
     # Validated by `stops`.
     stop: Annotated[Any, WithJsonSchema(OPTIONAL_TEXTS_SCHEMA)] = Field(

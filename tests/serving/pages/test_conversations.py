@@ -255,7 +255,7 @@ def test_sampling_settings_reach_the_engine(tab, engine):
 
 def test_the_ranges_of_the_settings_are_those_of_the_server(tab, engine):
     schema = RequestBase.model_json_schema()['properties']
-    # Of a seed, the low 32 bits count.
+    # The server accepts seeds of 64 bits and uses the low 32 bits.
     ranges = {name: each['anyOf'][0] for name, each in schema.items() if 'anyOf' in each}
     ranges['seed'] = {'minimum': 0, 'maximum': MAX_SEED}
     for name in ('temperature', 'top_p', 'top_k', 'min_p', 'seed', 'max_tokens'):
