@@ -22,7 +22,8 @@ from tests.conftest import ROOT
 Read = Callable[[str], Any]
 GIB, GB = 2**30, 1e9
 PEERS = ('maxlm', 'torch', 'torch, compiled', 'transformers', 'transformers, compiled')
-DECODERS = ('maxlm', 'llama.cpp', 'transformers', 'maxlm int8', 'llama.cpp q8_0')
+DECODERS = ('maxlm', 'llama.cpp', 'transformers', 'maxlm int8', 'maxlm w8a8', 'llama.cpp q8_0')
+W8A8_PAIR = 'maxlm w8a8 / llama.cpp q8_0'
 
 
 def read(name: str) -> Any:
@@ -141,10 +142,12 @@ def performance(read: Read) -> Iterator[str]:
         for result in read(f'decode_peers_{size}_cpu2')['results']:
             rates = [f'{result["tokens_per_second"][side]:,.0f}' for side in DECODERS]
             yield row(size, result['streams'], *rates)
-    turns = read('decode_peers_small_cpu2')['results'][0]['turns']['llama.cpp q8_0']
-    yield f'vary between turns ({range_of(turns, ",.0f", " to ")} tokens/s for the small model)'
+    turns = read('decode_peers_small_cpu2')['results'][0]['turns']['maxlm w8a8']
+    yield f'for w8a8 from {range_of(turns, ",.0f", " to ")} tokens/s'
     both = [each for size in ('small', '0.1b') for each in read(f'decode_peers_{size}_cpu2')['results']]
     yield f'reaches {range_of([each["ratios"]["maxlm / llama.cpp"] for each in both], between=" to ")} of the rate'
+    small, large = (' and '.join(f'{each["ratios"][W8A8_PAIR]:.2f}' for each in pair) for pair in (both[:2], both[2:]))
+    yield f'reaches {large} of the rate of llama.cpp for 0.1b, and {small} for the small model'
     yield from decoding(read)
     programs = read('norm_kernel_programs')
     before, after, later = (*(programs['programs'][0][name] for name in ('xla', 'pallas')), programs['later'])
@@ -330,6 +333,10 @@ def quantization(read: Read) -> Iterator[str]:
 
 
 def posttraining(read: Read) -> Iterator[str]:
+    model = read('logprob_difference_cpu2')['results']['SmolLM2-135M']
+    float32, bfloat16 = model['float32'], model['bfloat16']
+    yield f'{float32["logprob_difference"]:.1e} in float32 and {bfloat16["logprob_difference"]:.2f} in bfloat16'
+    yield f'{float32["approx_kl"]:.0e} and {bfloat16["approx_kl"]:.0e}'
     for runs in (
         runs for file in ('posttraining_cpu2', 'environments_cpu2') for runs in read(file)['results'].values()
     ):

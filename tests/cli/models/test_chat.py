@@ -1,5 +1,6 @@
 """`maxlm chat` on a small model, with a pipe and on a terminal."""
 
+import contextlib
 import io
 import os
 import pty
@@ -90,7 +91,7 @@ class Conversation:
     def __init__(self, *arguments):
         self._master, slave = pty.openpty()
         command = [sys.executable, '-m', 'maxlm', 'chat', *arguments]
-        environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'TERM': 'dumb'}
+        environment = {**os.environ, 'PYTHONPATH': str(ROOT), 'TERM': 'dumb', 'PYTHONFAULTHANDLER': '1'}
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
         )
@@ -110,6 +111,24 @@ class Conversation:
         self.text = ''
         os.write(self._master, text.encode() + b'\n')
 
+    def interrupt_prompt(self):
+        """Interrupts until the next prompt. `input` overlooks a signal just before it waits for a key."""
+        self.text = ''
+        for _ in range(50):
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(AssertionError):
+                return self.until(lambda: self.text.endswith('\n> '), seconds=2)
+        raise AssertionError(self.text)
+
+    def exit_code(self, seconds=100.0):
+        """Waits for the end of the process. A process that hangs prints where before it is aborted."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(seconds)
+        self.process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(OSError):  # The terminal closes with the process.
+            self.until(lambda: False, seconds=10)
+        raise AssertionError(self.text)
+
     def close(self):
         self.process.kill()
         self.process.wait()
@@ -123,15 +142,13 @@ def test_an_interrupt_on_a_terminal_stops_the_answer(workdir):
         conversation.until(lambda: conversation.text.endswith('\n> '))
         assert '/new starts a new conversation' in conversation.text
         # At the prompt, an interrupt only begins a new line.
-        conversation.text = ''
-        conversation.process.send_signal(signal.SIGINT)
-        conversation.until(lambda: conversation.text.endswith('\n> '))
+        conversation.interrupt_prompt()
         conversation.type('Hi')
         conversation.until(lambda: len(conversation.text) > len('Hi\n') + 20)
         conversation.process.send_signal(signal.SIGINT)
         conversation.until(lambda: conversation.text.endswith('\n> '))
         assert len(conversation.text) < LONG // 2
         conversation.type('/quit')
-        assert conversation.process.wait(100) == EXIT_DONE
+        assert conversation.exit_code() == EXIT_DONE
     finally:
         conversation.close()
