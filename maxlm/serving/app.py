@@ -218,7 +218,7 @@ def _add_tasks(app: FastAPI, service: Service, options: _RouteOptions) -> None:
 def _completion_response(
     service: Service, api_request: RequestBase, engine_requests: EngineRequests, *, chat: bool, started: float
 ) -> Response:
-    num_samples = api_request.n or 1
+    num_samples, options = api_request.n or 1, api_request.stream_options
     builder = ResponseBuilder(
         chat=chat,
         model=service.served.name,
@@ -228,16 +228,15 @@ def _completion_response(
         has_tools=engine_requests.has_tools,
         requires_calls=engine_requests.requires_calls,
         num_dropped=engine_requests.num_dropped,
+        with_usage=bool(options and options.include_usage),
         echoes=[echo for echo in engine_requests.echoes for _ in range(num_samples)],
         prompts=[request.prompt for request in engine_requests.requests for _ in range(num_samples)],
     )
-    options = api_request.stream_options
     return CompletionResponse(
         service.submit(engine_requests.requests, started=started),
         builder,
         prompt_tokens=sum(len(request.prompt) for request in engine_requests.requests),
         stream=bool(api_request.stream),
-        with_usage=bool(options and options.include_usage),
     )
 
 

@@ -64,13 +64,10 @@ class EngineResponse(Response, abc.ABC):
 class CompletionResponse(EngineResponse):
     """Response to a pending completion request."""
 
-    def __init__(
-        self, request: PendingRequest, builder: ResponseBuilder, *, prompt_tokens: int, stream: bool, with_usage: bool
-    ):
-        """Initializes the response. If `with_usage` is True, a stream ends with a usage chunk."""
+    def __init__(self, request: PendingRequest, builder: ResponseBuilder, *, prompt_tokens: int, stream: bool):
         super().__init__()
         self._request, self._builder = request, builder
-        self._prompt_tokens, self._stream, self._with_usage = prompt_tokens, stream, with_usage
+        self._prompt_tokens, self._stream = prompt_tokens, stream
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._stream:
@@ -105,7 +102,7 @@ class CompletionResponse(EngineResponse):
         except ApiError as error:
             await _send_body(send, _sse_event(error.body), more=False)
             return
-        if self._with_usage:
+        if self._builder.with_usage:
             token_usage = usage(self._prompt_tokens, self._request.generated_tokens)
             await _send_body(send, _sse_event(self._builder.usage_chunk(token_usage)))
         await _send_body(send, _DONE, more=False)

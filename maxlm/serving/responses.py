@@ -164,6 +164,7 @@ class ResponseBuilder:
         has_tools: bool = False,
         requires_calls: bool = False,
         num_dropped: int | None = None,
+        with_usage: bool = False,
     ):
         """Initializes the builder.
 
@@ -178,8 +179,9 @@ class ResponseBuilder:
             has_tools: the text may contain tool calls.
             requires_calls: the text consists of tool calls only.
             num_dropped: number of messages that were dropped; None = the response does not contain it.
+            with_usage: chunks have a usage, which is None except in the last one of a stream.
         """
-        self.chat = chat
+        self.chat, self.with_usage = chat, with_usage
         self._token_decoder, self._with_log_probs, self._echoes = token_decoder, with_log_probs, echoes
         # True if responses may be large, because they have log-probabilities of the prompts.
         self.is_large = with_log_probs and any(echoes)
@@ -265,6 +267,7 @@ class ResponseBuilder:
             **self._base_fields,
             'object': f'{self._object}.chunk' if self.chat else self._object,
             'choices': choices,
+            **({'usage': None} if self.with_usage else {}),
         }
 
     def _log_probs(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any] | None:

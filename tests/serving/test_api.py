@@ -85,6 +85,15 @@ def test_a_stream_equals_the_complete_answer(ask, kind, settings):
 
 
 @pytest.mark.parametrize('kind', ['chat', 'completion'])
+def test_all_chunks_have_the_field_usage_if_it_is_requested(ask, kind):
+    """As in OpenAI's API: it is null before the last chunk, which has no choices."""
+    *chunks, last = ask(kind, stream=True, stream_options={'include_usage': True})
+    assert all('usage' in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
+    assert (last.choices, last.usage.completion_tokens) == ([], 30)
+    assert all('usage' not in chunk.model_fields_set for chunk in ask(kind, stream=True))
+
+
+@pytest.mark.parametrize('kind', ['chat', 'completion'])
 def test_stop(ask, kind):
     for stop in ('fox', ['none', 'fox']):
         answer = ask(kind, stop=stop)
