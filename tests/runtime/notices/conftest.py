@@ -1,6 +1,7 @@
-"""Shortens the delays of notices, and records the reactions to them."""
+"""Shortens the delays of notices, separates them from other processes, and records the reactions to them."""
 
 import queue
+import tempfile
 
 import pytest
 
@@ -14,6 +15,12 @@ def short_delays(monkeypatch):
     monkeypatch.setattr(feed, 'MAX_RETRY_SECONDS', 0.02)
     monkeypatch.setattr(aws, 'POLL_SECONDS', 0.01)
     monkeypatch.setattr(azure, 'POLL_SECONDS', 0.01)
+
+
+@pytest.fixture(autouse=True)
+def own_last_stop(monkeypatch, tmp_path):
+    """Keeps the last stop of another process of this machine from the tests."""
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
 
 
 @pytest.fixture
