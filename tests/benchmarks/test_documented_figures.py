@@ -279,6 +279,9 @@ def serving(read: Read) -> Iterator[str]:
             for name, form in (('tokens_per_second', '.0f'), ('first_token_seconds', '.2f'))
         ]
         yield row(result['clients'], *cells, f'{result["ratio"]:.2f}')
+    mixed, equal = (each['maxlm']['gap_p99_seconds'] for each in read('serve_32_cpu2')['results'])
+    yield f'are below {mixed:.2f} s for the answers of 8 to 184 tokens'
+    yield f'are below {equal:.2f} s for those of 96 tokens'
     for result in read('serve_0.1b_cpu2')['results']:
         ours, theirs = (result[side] for side in sides)
         yield row(
