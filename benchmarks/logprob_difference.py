@@ -73,11 +73,9 @@ def measure(checkpoint: Path, dtype: str) -> dict[str, float]:
         config = f'--config={checkpoint / "config.json"}'
         command = [sys.executable, '-m', 'maxlm', 'grpo', config, f'--workdir={workdir}']
         command += [f'--config.{key}={value}' for key, value in settings.items()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != EXIT_DONE:
-            raise InputError(
-                f'{checkpoint}: maxlm grpo ended with code {done.returncode}: {done.stderr.strip().splitlines()[-1]}'
-            )
+        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+        if code != EXIT_DONE:
+            raise InputError(f'{checkpoint}: maxlm grpo ended with code {code}; correct the error above')
         rows: list[dict[str, Any]] = [row for row in read_metrics(workdir) if COLUMNS['logprob_difference'] in row]
     return {key: rows[0][column] for key, column in COLUMNS.items()}
 

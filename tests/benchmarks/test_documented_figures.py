@@ -280,8 +280,7 @@ def serving(read: Read) -> Iterator[str]:
         ]
         yield row(result['clients'], *cells, f'{result["ratio"]:.2f}')
     mixed, equal = (each['maxlm']['gap_p99_seconds'] for each in read('serve_32_cpu2')['results'])
-    yield f'are below {mixed:.2f} s for the answers of 8 to 184 tokens'
-    yield f'are below {equal:.2f} s for those of 96 tokens'
+    yield f'is {mixed:.2f} s for the answers of 8 to 184 tokens, and {equal:.2f} s for those of 96 tokens'
     for result in read('serve_0.1b_cpu2')['results']:
         ours, theirs = (result[side] for side in sides)
         yield row(

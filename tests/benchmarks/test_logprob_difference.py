@@ -22,8 +22,10 @@ def test_a_tiny_model(tmp_path, capsys, monkeypatch):
     assert 'tiny' in capsys.readouterr().out
 
 
-def test_errors_name_the_checkpoint(tmp_path, capsys):
+def test_errors_name_the_checkpoint(tmp_path, capfd):
     assert exit_code(logprob_difference.main, [str(tmp_path)]) == EXIT_BAD_INPUT
-    assert 'must be NAME=CHECKPOINT' in capsys.readouterr().err
+    assert 'must be NAME=CHECKPOINT' in capfd.readouterr().err
     assert exit_code(logprob_difference.main, [f'none={tmp_path / "none"}']) == EXIT_BAD_INPUT
-    assert 'maxlm grpo ended with code 2: error: ' in capsys.readouterr().err
+    *_, cause, last = capfd.readouterr().err.splitlines()
+    assert cause.startswith('error: ')
+    assert last.endswith('none: maxlm grpo ended with code 2; correct the error above')
